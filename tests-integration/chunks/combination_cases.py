@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from float64_runs import float64_for_float32
 from imitated_devices import imitated_recordings, symmetric_memory_of_cpus
 from training_cases import (
     BATCH_SIZE,
@@ -46,6 +48,10 @@ class ChunkedTraining:
 
     largest_of: str
     """Where that is."""
+
+    largest_difference_of_whole: float
+    """The same, by the norms of gradients over all ranks: experts that no token goes to have none,
+    so that a rank's part of a router's gradient may be nothing but what rounding left of zero."""
 
     is_bitwise: bool
     """Whether nothing differs at all, so that perhaps nothing was chunked."""
@@ -99,6 +105,17 @@ def compare_chunked(
     return found
 
 
+def compare_chunked_in_float64(
+    case: Case,
+    folder: str,
+    runs: Mapping[str, tuple[EpOverlapConfig, Mapping[str, Any]]],
+    lengths: tuple[int, ...],
+) -> dict[str, ChunkedTraining]:
+    """``compare_chunked`` where nothing is rounded to float32."""
+    with float64_for_float32():
+        return compare_chunked(case, folder, runs, lengths)
+
+
 def error_of_an_odd_batch(case: Case, folder: str, overlap: EpOverlapConfig) -> str:
     """What a step says that is captured anew for a batch with one sample less."""
     trainer = trainer_of(case, "aot_fx_trace", folder, options={"ep_overlap": overlap})
@@ -124,6 +141,7 @@ def _train(
 
 def _compare(whole: list[Pass], chunked: RecordingTrainer, num_replays: int) -> ChunkedTraining:
     relative: dict[str, float] = {}
+    relative_of_whole: list[float] = []
     buffers: list[str] = []
     bitwise = True
     for number, (a, b) in enumerate(zip(whole, chunked.passes, strict=True)):
@@ -132,6 +150,7 @@ def _compare(whole: list[Pass], chunked: RecordingTrainer, num_replays: int) -> 
         pairs |= {name: (a.gradients[name], b.gradients[name]) for name in a.gradients}
         bitwise = bitwise and all(same(*pair) for pair in pairs.values())
         relative |= {f"pass {number} {n}": relative_difference(*p) for n, p in pairs.items()}
+        relative_of_whole += [_relative_difference_of_whole(*pair) for pair in pairs.values()]
         buffers += differing(a.buffers, b.buffers, f"pass {number}")
     largest_of = max(relative, key=relative.__getitem__)
     graphs = [graph for report in chunked.training_step.reports for graph in report.graph_modules]
@@ -142,6 +161,7 @@ def _compare(whole: list[Pass], chunked: RecordingTrainer, num_replays: int) -> 
     return ChunkedTraining(
         largest_difference=relative[largest_of],
         largest_of=largest_of,
+        largest_difference_of_whole=max(relative_of_whole),
         differing_buffers=tuple(buffers),
         is_bitwise=bitwise,
         regions=tuple((r.root, r.direction, r.num_chunks) for r in regions),
@@ -157,7 +177,18 @@ def relative_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
     """The norm of the difference divided by the norm of what is expected; where that is zero, the
     norm of the difference. Infinite where either holds what is no finite number, which comparisons
     with a bound would let pass."""
-    norm = expected.double().norm().item()
-    difference = (found.double() - expected.double()).norm().item()
+    difference = found.double() - expected.double()
+    return _ratio(difference.norm().item(), expected.double().norm().item())
+
+
+def _relative_difference_of_whole(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """``relative_difference`` of what all ranks hold parts of."""
+    difference = found.double() - expected.double()
+    squares = torch.stack([difference.square().sum(), expected.double().square().sum()])
+    dist.all_reduce(squares)
+    return _ratio(*squares.sqrt().tolist())
+
+
+def _ratio(difference: float, norm: float) -> float:
     relative = difference / norm if norm > 0 else difference
     return relative if math.isfinite(relative) else math.inf

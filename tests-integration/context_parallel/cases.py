@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from capture.cases import VariantResult, compare_variants
 from flex_attention.cases import own_flex_attention
+from float64_runs import float64_for_float32
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.nn.attention.flex_attention import create_block_mask
@@ -24,7 +25,17 @@ from torchtitan.distributed.context_parallel import (
     prepare_context_parallel_input,
 )
 from torchtitan.models.common.attention import get_causal_mask_mod
-from training_cases import Case, Comparison, close, compare_modes, local, trainer_of
+from training_cases import (
+    Case,
+    Comparison,
+    RecordingTrainer,
+    close,
+    compare_modes,
+    differing,
+    differing_passes,
+    local,
+    trainer_of,
+)
 
 from gt_trainer.context_parallel.batch_of_rank import batch_of_rank
 from gt_trainer.placement import parallelize
@@ -141,24 +152,51 @@ def distance_to_whole_sequences(
     those of one, and the loss is divided by as many tokens.
     """
     unshared = dataclasses.replace(case, parallelism={})
-    runs = []
-    for each, mode, asked in ((unshared, "none", {}), (case, "aot_fx_trace", options)):
-        trainer = trainer_of(each, mode, f"{folder}/{mode}", options=asked)
-        loss = trainer.forward_backward_step(**batch_of_documents(trainer, length=case.seq_len))
-        total = local(loss).double()
-        dist.all_reduce(total, group=trainer.parallel_dims.get_mesh("loss").get_group())
-        gradients = {
-            name: _whole(parameter.grad) for name, parameter in _parameters(trainer).items()
-        }
-        runs.append((total, gradients))
-        close(trainer)
-    (loss_of_whole, expected), (loss, found) = runs
-    assert expected.keys() == found.keys()
+    expected = _loss_and_gradients(unshared, "none", f"{folder}/none", {})
+    found = _loss_and_gradients(case, "aot_fx_trace", f"{folder}/shared", options)
+    return _distance(expected, found)
+
+
+def distances_of_rings_to_gathered_keys(case: Case, folder: str) -> tuple[Distance, Distance]:
+    """How far one captured step in a ring is from one that gathers: in float32, and in float64."""
+    distances = []
+    for precision in (nullcontext(), float64_for_float32()):
+        with precision:
+            gathered, ring = (
+                _loss_and_gradients(
+                    case,
+                    "aot_fx_trace",
+                    f"{folder}/{len(distances)}/{strategy}",
+                    {"context_parallel": strategy},
+                )
+                for strategy in ("gather", "ring")
+            )
+        distances.append(_distance(gathered, ring))
+    single, double = distances
+    return single, double
+
+
+_Found = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def _loss_and_gradients(case: Case, mode: str, folder: str, options: Mapping[str, Any]) -> _Found:
+    """Of one batch: the sum of the ranks' losses, and whole gradients by parameter, in float64."""
+    trainer = trainer_of(case, mode, folder, options=options)
+    loss = trainer.forward_backward_step(**batch_of_documents(trainer, length=case.seq_len))
+    total = local(loss).double()
+    dist.all_reduce(total, group=trainer.parallel_dims.get_mesh("loss").get_group())
+    gradients = {name: _whole(parameter.grad) for name, parameter in _parameters(trainer).items()}
+    close(trainer)
+    return total, gradients
+
+
+def _distance(expected: _Found, found: _Found) -> Distance:
+    assert expected[1].keys() == found[1].keys()
     return Distance(
-        loss=abs((loss / loss_of_whole - 1).item()),
+        loss=abs((found[0] / expected[0] - 1).item()),
         gradients={
-            name: ((found[name] - value).norm() / value.norm()).item()
-            for name, value in expected.items()
+            name: ((found[1][name] - value).norm() / value.norm()).item()
+            for name, value in expected[1].items()
         },
     )
 
@@ -195,6 +233,75 @@ def _parameters(trainer: GraphTrainer) -> dict[str, Any]:
 def _whole(gradient: Any) -> torch.Tensor:
     whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
     return whole.double()
+
+
+# ---- documents -----------------------------------------------------------------------------------
+
+DOCUMENTS: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = MappingProxyType(
+    {
+        "one": ((), ()),
+        "at the cuts": ((16, 32, 48), (32,)),
+        "beside the cuts": ((15, 33), (17, 31, 47, 49)),
+        "of one token": (tuple(range(1, LENGTH)), (31, 32, 33)),
+        "many and one": ((3, 5, 6, 21, 22, 40, 41, 60), (63,)),
+        "of an earlier sample first": ((0, 20, 44), (0, 50)),
+    }
+)
+"""Where documents begin in two samples of 64 tokens, of which two ranks have halves or quarters.
+A sample begins with one, but for the last, whose first token is the seventh of its document."""
+
+
+def compare_documents(
+    case: Case, folder: str, strategy: str
+) -> tuple[tuple[str, ...], dict[str, float]]:
+    """The same tokens in other documents each time, captured once.
+
+    Returns:
+        What is not bitwise that of eager steps; and the loss over all ranks, by documents.
+    """
+    options = {"context_parallel": strategy}
+    runs = {}
+    for mode in ("none", "aot_fx_trace"):
+        trainer = trainer_of(case, mode, f"{folder}/{mode}", options=options)
+        for starts in DOCUMENTS.values():
+            trainer.optimizers.zero_grad()
+            trainer.forward_backward_step(**_batch_of(trainer, starts))
+        runs[mode] = trainer.passes
+        close(trainer)
+    differences: list[str] = []
+    losses = {}
+    for name, eager, captured in zip(DOCUMENTS, *runs.values(), strict=True):
+        differences += differing_passes(eager, captured, name)
+        total = captured.loss.double()
+        dist.all_reduce(total)
+        losses[name] = total.item()
+    return tuple(differences), losses
+
+
+def losses_of_documents(case: Case, folder: str) -> dict[str, float]:
+    """The same eagerly, by one rank."""
+    trainer = trainer_of(case, "none", folder)
+    losses = {
+        name: local(trainer.forward_backward_step(**_batch_of(trainer, starts))).item()
+        for name, starts in DOCUMENTS.items()
+    }
+    close(trainer)
+    return losses
+
+
+def _batch_of(
+    trainer: GraphTrainer, starts_of_samples: tuple[tuple[int, ...], ...]
+) -> dict[str, Any]:
+    tokens = torch.randint(2048, (2, LENGTH), generator=torch.Generator().manual_seed(9))
+    positions = torch.arange(LENGTH).repeat(2, 1)
+    for sample, starts in enumerate(starts_of_samples):
+        if 0 in starts:
+            positions[sample] += 7
+        for start in filter(None, starts):
+            positions[sample, start:] = torch.arange(LENGTH - start)
+    labels = tokens.roll(-1, dims=1)
+    labels[:, ::7] = -100
+    return _inputs(trainer, tokens, positions, labels)
 
 
 # ---- who sees whom -------------------------------------------------------------------------------
@@ -261,20 +368,42 @@ def reported(case: Case, folder: str) -> list[tuple[float, float]]:
     return [(line.get("loss", line.get("validation_loss")), line.get("max_loss")) for line in lines]
 
 
-def losses_with_stored_graphs(
-    case: Case, folder: str, strategy: str
-) -> list[tuple[list[float], bool]]:
-    """Losses of two steps, and whether their graph was loaded: without a folder, and twice with."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRun:
+    """Two steps of a run beside those of one that stores nothing."""
+
+    differences: tuple[str, ...]
+    losses: tuple[float, ...]
+    is_loaded: bool
+
+
+def compare_stored_graphs(case: Case, folder: str, strategy: str) -> tuple[StoredRun, StoredRun]:
+    """A run that stores what it captures, and the next, which loads it: every bit of one without."""
+    options = {"context_parallel": strategy}
+    plain = _two_steps(case, f"{folder}/plain", options)
+    close(plain)
     found = []
-    for number, stored in enumerate(({}, {"artifacts": f"{folder}/graphs"})):
-        for start in range(1 + number):
-            options = {"context_parallel": strategy, **stored}
-            run = f"{folder}/{number}{start}"
-            trainer = trainer_of(case, "aot_fx_trace", run, options=options)
-            trainer.take_step()
-            trainer.take_step()
-            (report,) = trainer.training_step.reports
-            losses = [each.loss.item() for each in trainer.passes]
-            found.append((losses, getattr(report, "is_loaded", False)))
-            close(trainer)
-    return found
+    for number in range(2):
+        stored = {**options, "artifacts": f"{folder}/graphs"}
+        trainer = _two_steps(case, f"{folder}/{number}", stored)
+        differences = differing(plain.parameters(), trainer.parameters(), "parameter")
+        for a, b in zip(plain.passes, trainer.passes, strict=True):
+            differences += differing_passes(a, b, "pass")
+        (report,) = trainer.training_step.reports
+        found.append(
+            StoredRun(
+                differences=tuple(differences),
+                losses=tuple(each.loss.item() for each in trainer.passes),
+                is_loaded=getattr(report, "is_loaded", False),
+            )
+        )
+        close(trainer)
+    cold, warm = found
+    return cold, warm
+
+
+def _two_steps(case: Case, folder: str, options: Mapping[str, Any]) -> RecordingTrainer:
+    trainer = trainer_of(case, "aot_fx_trace", folder, options=options)
+    trainer.take_step()
+    trainer.take_step()
+    return trainer

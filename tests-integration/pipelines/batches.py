@@ -29,7 +29,8 @@ def new_model(trainer: GraphTrainer, part_of: Callable[[Any], nn.Module]) -> Any
     with torch.device("meta"):
         model: Any = part_of(trainer.model_config.build())
     if trainer.parallel_dims.cp_enabled:
-        attend_to_all_ranks(model, trainer.parallel_dims.get_mesh("cp"))
+        strategy = trainer.config.compile.context_parallel
+        attend_to_all_ranks(model, trainer.parallel_dims.get_mesh("cp"), strategy=strategy)
     if trainer.parallel_dims.ep_enabled or trainer.parallel_dims.tp_enabled:
         model.parallelize(trainer.parallel_dims)
     model.to_empty(device="cpu")

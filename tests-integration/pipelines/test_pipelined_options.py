@@ -88,6 +88,33 @@ def test_offloading_stages_keep_every_bit(four: GlooWorkers, tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("memory_policy", "strategy"),
+    [
+        ("selective", "gather"),
+        ("selective_alternate", "gather"),
+        ("full_recompute", "gather"),
+        ("offload", "gather"),
+        ("full_recompute", "ring"),
+        ("offload", "ring"),
+    ],
+)
+def test_every_memory_policy_keeps_every_bit_where_ranks_share_sequences(
+    memory_policy: str, strategy: str, four: GlooWorkers, tmp_path: Path
+):
+    model = dataclasses.replace(LLAMA3, parallelism={"context_parallel_degree": 2})
+    options = {"memory_policy": memory_policy, "context_parallel": strategy}
+    case = OptionCase(model=model, schedule="1F1B", options=options)
+    for found, counts in four.run(compare_and_count, case, str(tmp_path)):
+        assert found.differences == ()
+        assert found.num_gradients > 10
+        if memory_policy == "offload":
+            assert counts["offload-tagged: tensors_offloaded"] > 4
+        else:
+            assert counts["recompute-tagged: recomputed"] > 4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False])
 def test_replayed_steps_keep_every_bit(whole: bool, four: GlooWorkers, tmp_path: Path):
     """Recordings are imitated. Whole steps are one launch; else each action that computes is."""

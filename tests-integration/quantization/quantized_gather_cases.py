@@ -47,6 +47,9 @@ class Both:
     losses: tuple[float, ...]
     quantized: Gathered
     plain: Gathered
+    refusals: tuple[str, ...]
+    """Why parameters are gathered as they are that are read in 8 bits."""
+
     verified: bool
 
 
@@ -73,6 +76,7 @@ def compare_gathers(case: Case, folder: str, options: dict[str, object]) -> Both
         losses=tuple(each.loss.item() for each in quantized.passes),
         quantized=_gathered(quantized.training_step.reports[0].graph_modules),
         plain=_gathered(plain.training_step.reports[0].graph_modules),
+        refusals=_refusals(quantized),
         verified=all(p.verified for p in quantized.training_step.reports[0].passes),
     )
     close(quantized, plain)
@@ -100,6 +104,7 @@ def compare_pipelined_gathers(case: PipelineCase, folder: str) -> Both:
     quantized, plain = (_gathered(_unshard_graphs(trainer)) for trainer in trainers)
     reports = trainers[0].training_step.reports
     verified = all(each.verified for report in reports for each in report.passes)
+    refusals = _refusals(trainers[0])
     for trainer in trainers:
         trainer.close()
     return Both(
@@ -107,7 +112,19 @@ def compare_pipelined_gathers(case: PipelineCase, folder: str) -> Both:
         losses=tuple(losses),
         quantized=quantized,
         plain=plain,
+        refusals=refusals,
         verified=verified,
+    )
+
+
+def _refusals(trainer: GraphTrainer) -> tuple[str, ...]:
+    return tuple(
+        refusal.reason
+        for report in trainer.training_step.reports
+        for passes in report.passes
+        for record in passes.records
+        if record.name == "quantize-before-gather"
+        for refusal in record.report.refusals
     )
 
 

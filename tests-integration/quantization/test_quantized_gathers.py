@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ def run(
     parallelism: dict[str, int],
     *,
     param_dtype: str = "bfloat16",
+    quantization: QuantizationConfig = TENSORWISE,
     **options: object,
 ) -> list[Both]:
     case = Case(
@@ -43,7 +45,7 @@ def run(
         parallelism=parallelism,
         seq_len=32,
         param_dtype=param_dtype,
-        quantization=TENSORWISE,
+        quantization=quantization,
     )
     found = workers.run(compare_gathers, case, str(folder), options)
     for rank, each in enumerate(found):
@@ -66,6 +68,7 @@ def test_fsdp_gathers_half_the_bytes_after_one_reduction_of_maxima_a_block(
     four: GlooWorkers, tmp_path: Path
 ) -> None:
     for each in run(four, tmp_path, FSDP):
+        assert each.refusals == ()
         check_bytes(each, itemsize=2)
         assert each.quantized.num_maxima == dict.fromkeys(BLOCKS, 1)
 
@@ -86,6 +89,33 @@ def test_what_is_gathered_again_has_the_scales_of_the_forward(
 ) -> None:
     for each in run(four, tmp_path, FSDP, param_dtype="float32", memory_policy=memory_policy):
         check_bytes(each, itemsize=4)
+        assert each.quantized.num_maxima == dict.fromkeys(BLOCKS, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory_policy", ["save_all", "selective"])
+def test_shards_that_are_padded_are_quantized_with_their_padding(
+    memory_policy: str, tmp_path: Path
+) -> None:
+    """Three ranks: of 256 rows the last has two less than the others."""
+    with GlooWorkers(3, timeout=600, preload=["gt_trainer.testing"]) as three:
+        degree = {"data_parallel_shard_degree": 3}
+        for each in run(three, tmp_path, degree, memory_policy=memory_policy):
+            assert each.refusals == ()
+            check_bytes(each, itemsize=2)
+            assert each.quantized.num_maxima == dict.fromkeys(BLOCKS, 1)
+
+
+@pytest.mark.slow
+def test_what_the_backward_alone_reads_by_powers_of_two_is_quantized_too(
+    four: GlooWorkers, tmp_path: Path
+) -> None:
+    """The forward has scales of rows, and gathers weights as they are; the backward has one."""
+    mixed = dataclasses.replace(TENSORWISE, linears="float8_rowwise_with_gw_hp")
+    for each in run(four, tmp_path, FSDP, quantization=mixed, memory_policy="selective"):
+        (reason,) = set(each.refusals)  # of the forward
+        assert reason.startswith("it has a scale for each row or column")
+        check_bytes(each, itemsize=2)
         assert each.quantized.num_maxima == dict.fromkeys(BLOCKS, 1)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from gt_passes.analysis.process_groups import are_axes_of_one_mesh
+from gt_passes.analysis.process_groups import are_axes_of_one_mesh, place_in_group
 from gt_trace.testing import fake_world
 
 
@@ -37,3 +37,11 @@ def test_groups_that_cut_ranks_across_each_other_are_not(first, second):
 
 def test_of_groups_that_this_process_has_not_nothing_is_known():
     assert not are_axes_of_one_mesh("fsdp", "tp")
+
+
+def test_a_process_has_its_place_in_the_groups_that_it_is_in():
+    assert place_in_group("0") is None
+    with fake_world(rank=5, world_size=8):
+        mine = dist.new_group([3, 5, 7]).group_name
+        assert place_in_group(mine) == 1
+        assert place_in_group("of nobody") is None

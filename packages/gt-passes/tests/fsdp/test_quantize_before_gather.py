@@ -165,10 +165,13 @@ def test_the_backward_has_the_scale_of_the_forward():
     assert phases == ["forward", "backward"]
 
 
-def with_a_scale_reduced_over(other: str, *, fsdp: str):
+def reduced_over(group: str, amax):
+    return collectives.wait_tensor(collectives.all_reduce(amax, "max", group))
+
+
+def with_a_scale_reduced_over(other: str, *, fsdp: str, first=lambda amax: amax):
     def scale(weight):
-        amax = weight.abs().max().double()
-        reduced = collectives.wait_tensor(collectives.all_reduce(amax, "max", other))
+        reduced = reduced_over(other, first(weight.abs().max().double()))
         return (reduced.clamp(min=1e-12).reciprocal() * 448).float()
 
     def function(a, b, x):
@@ -176,6 +179,26 @@ def with_a_scale_reduced_over(other: str, *, fsdp: str):
         return [cast(whole, scale(whole)) for whole in wholes]
 
     return function
+
+
+def power_of_two(scale):
+    return torch.exp2(torch.floor(torch.log2(scale)))
+
+
+def test_powers_of_two_are_found_for_each_parameter_alone():
+    """In a vector ``log2`` and ``exp2`` have other bits."""
+
+    def function(a, b, x):
+        wholes = [weight(a, "layers.0.a"), weight(b, "layers.0.b")]
+        return [cast(whole, power_of_two(scale_of(whole.abs().max()))) for whole in wholes]
+
+    graph_module, report = run(function)
+    assert report.counts == {"quantized": 2, "reductions_of_maxima": 1}
+    steps = [node for node in graph_module.graph.nodes if "2.default" in str(node.target)]
+    assert [(n.target._schema.name, n.meta["val"].shape) for n in steps] == [
+        ("aten::log2", ()),
+        ("aten::exp2", ()),
+    ] * 2
 
 
 def test_other_maxima_over_ranks_are_reduced_for_all_of_a_block_too():
@@ -186,6 +209,17 @@ def test_other_maxima_over_ranks_are_reduced_for_all_of_a_block_too():
     assert collective_counts(graph_module) == {"all_reduce": 2, "all_gather_into_tensor": 2}
     groups = [n.args[-1] for n in graph_module.graph.nodes if is_collective(n)]
     assert groups == [fsdp, tp, fsdp, fsdp]
+
+
+def test_refuses_maxima_over_ranks_of_what_is_computed_for_each_parameter_alone():
+    with fake_world(rank=1, world_size=4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+        fsdp, tp = (mesh.get_group(name).group_name for name in ("fsdp", "tp"))
+        _, report = run(with_a_scale_reduced_over(tp, fsdp=fsdp, first=torch.log2))
+    assert [each.reason for each in report.refusals] == [
+        "its scale is reduced over ranks after log2, which only approximates",
+        "its scale is reduced over ranks after log2_1, which only approximates",
+    ]
 
 
 def test_refuses_maxima_over_ranks_that_are_no_axis_of_the_mesh():
@@ -217,6 +251,53 @@ def test_what_computes_belongs_to_the_layer_and_what_communicates_to_fsdp():
             assert read_annotation(node, FsdpCollectiveAnnotation).kind == "unshard"
 
 
+def without_padding(shard, name, *, group):
+    """A parameter of seven rows on four ranks, of which the last has one."""
+    with annotate(FsdpCollectiveAnnotation(kind="unshard", parameter_names=(name,), mesh_axis="")):
+        part = torch.cat([shard[:1], shard.new_zeros([1, 4])])
+        return gathered(part, name, num_ranks=4, group=group).narrow(0, 0, 7)
+
+
+def test_what_is_padded_by_zeros_is_quantized_with_its_padding():
+    with fake_world(rank=3, world_size=4):
+        group = dist.group.WORLD.group_name
+        graph_module, report = run(
+            lambda a, b, x: linear(x, without_padding(a, "layers.0.a", group=group))
+        )
+    assert report.counts == {"quantized": 1, "reductions_of_maxima": 1}
+    (gathering,) = (
+        node
+        for node in graph_module.graph.nodes
+        if node.target is collectives.all_gather_into_tensor.default
+    )
+    assert gathering.meta["val"].dtype == torch.uint8
+    assert gathering.meta["val"].shape == (8, 4)
+
+
+def test_padding_that_is_made_again_for_the_backward_makes_no_other_scale():
+    def function(a, b, x):
+        with phase("forward"):
+            first, last = (
+                without_padding(each, name, group=group)
+                for each, name in ((a, "layers.0.a"), (b, "layers.1.b"))
+            )
+            linear(x, first)
+        with phase("backward"):
+            return linear(x, first), x @ last.t()
+
+    with fake_world(rank=3, world_size=4):
+        group = dist.group.WORLD.group_name
+        _, report = run(function, first=[ReshardAfterForward()])
+    assert report.counts == {"quantized": 2, "reductions_of_maxima": 1}
+
+
+def test_refuses_padding_where_nobody_can_tell_which_part_is_this_ranks():
+    _, report = run(lambda a, b, x: linear(x, without_padding(a, "layers.0.a", group="fsdp")))
+    assert [each.reason for each in report.refusals] == [
+        "slice_2 is no view of all its elements as they are"
+    ]
+
+
 def rowwise(a, b, x):
     whole = weight(a, "layers.0.a").t()
     return cast(whole, scale_of(whole.abs().amax(0, True)))
@@ -227,7 +308,7 @@ def with_another_reader(a, b, x):
     return linear(x, whole), whole.sum()
 
 
-def padded(a, b, x):
+def read_in_part(a, b, x):
     return linear(x, weight(a, "layers.0.a")[:3])
 
 
@@ -336,7 +417,7 @@ def written(a, b, x):
         (without_scale, "_to_copy_1 is no part of a scaled cast"),
         (in_another_dtype, "_to_copy_1 is not in float32, in which it must be scaled"),
         (cast_once, "_to_copy_1 is read for something else than to quantize it"),
-        (padded, "slice_1 is no view of all its elements as they are"),
+        (read_in_part, "slice_1 is no view of all its elements as they are"),
         (strided, "as_strided is no view of all its elements as they are"),
         (negated_later, "_neg_view is no view of all its elements as they are"),
         (
@@ -348,8 +429,8 @@ def written(a, b, x):
             "its scale is made by pow_1, which does not round one number exactly",
         ),
         (
-            by_a_scale(lambda amax: amax.exp2()),
-            "its scale is made by exp2, which does not round one number exactly",
+            by_a_scale(lambda amax: amax.exp()),
+            "its scale is made by exp, which does not round one number exactly",
         ),
         (of_a_maximum_that_is_read, "something else is made of its largest magnitude"),
         (along_two_axes, "its shard is gathered along another axis before"),
@@ -387,6 +468,7 @@ def test_a_scale_has_the_same_bits_among_many_as_alone(one_rank_group):
             whole = weight(shard, f"layers.0.{index}", num_ranks=1, group=one_rank_group)
             amax = whole.abs().max().float()
             scale = ((amax.sqrt() / 3).clamp(min=1e-12).reciprocal() * 447).floor() * 0.1
+            scale = (power_of_two(scale).log2() * 0.37).exp2() * 1.1
             results += [cast(whole, scale).view(torch.uint8), scale]
         return results
 

@@ -129,7 +129,8 @@ def test_a_gpu_without_the_kernel_is_refused(capability, precision, since, tmp_p
 def test_gathering_parameters_as_they_are_needs_some_that_would_be_quantized(torchao, tmp_path):
     sharded = {"data_parallel_shard_degree": 2}
     options = {"fsdp_quantized_gathers": False}
-    for quantization in ({}, ROWWISE):
+    mixed = {**ROWWISE, "linears": "float8_rowwise_with_gw_hp"}
+    for quantization in ({}, ROWWISE, mixed):
         config = changed(
             llama3.llama3_debugmodel(),
             tmp_path,
@@ -139,10 +140,12 @@ def test_gathering_parameters_as_they_are_needs_some_that_would_be_quantized(tor
         )
         assert refusal(config, 2, will_train=False) == PROBLEM.format(
             "--compile.fsdp_quantized_gathers is False",
-            "its default True, since no linear layer's weight has one scale and it would do "
-            "nothing",
+            "its default True, since no linear layer's weight that is gathered has one scale and it "
+            "would do nothing",
             "leave the flag out, or give --quantization.linears float8_tensorwise",
         )
+    again = {**options, "memory_policy": "selective"}
+    check_configuration(changed(config, tmp_path, compile=again), 2, will_train=False)
     quantization = {**ROWWISE, "linears": "float8_tensorwise"}
     config = changed(config, tmp_path, quantization=quantization)
     check_configuration(config, 2, will_train=False)

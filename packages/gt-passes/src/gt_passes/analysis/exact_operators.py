@@ -1,4 +1,4 @@
-"""Operators on one tensor that give a number the same bits alone as among others.
+"""Operators on one tensor that give a number the same bits alone as among others; two that do not.
 
 Arithmetic that IEEE 754 rounds correctly has one result, whichever loop or vector unit computes it.
 ``exp2``, ``log2`` or ``pow`` are approximated, and libraries approximate a vector otherwise than a
@@ -29,6 +29,10 @@ EXACT_OPERATORS = frozenset(
     }
 )
 """Rounded correctly, where all but the first argument are constants. Casts are so, too."""
+
+APPROXIMATED_OPERATORS = frozenset({_aten.exp2.default, _aten.log2.default})
+"""By which a power of two is made of a number. Ranks find the same where each computes it alone, by
+one build on one kind of device."""
 
 
 def is_exact(node: Node) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch.fx import Node
 
 from gt_passes._torch_internals import OpOverload, torch_group_ordinal, torch_group_ranks
@@ -47,6 +48,14 @@ def group_identity(name: str) -> GroupIdentity:
     ranks = torch_group_ranks(name)
     ordinal = 0 if ranks is None else torch_group_ordinal(name)
     return GroupIdentity(name=name, ranks=ranks, ordinal=ordinal)
+
+
+def place_in_group(name: str) -> int | None:
+    """Which of a group's ranks this process is; None where it is none, or has no such group."""
+    ranks = group_identity(name).ranks
+    if ranks is None or not dist.is_initialized() or dist.get_rank() not in ranks:
+        return None
+    return ranks.index(dist.get_rank())
 
 
 def are_axes_of_one_mesh(first: str, second: str) -> bool:

@@ -39,7 +39,7 @@ class QuantizeBeforeGather(FsdpPass):
 
     After ``reshard-after-forward``, whose gatherings for the backward have the scales of the
     forward; before ``bucket-all-gathers``. The maxima of a block are reduced over its ranks at
-    once, and whatever else their scales are made by is done for all of them together. What is
+    once, and exact arithmetic by which scales are made of them is done for all together. What is
     gathered are bytes, as backends know no float8. What is done to shards is annotated as part of
     gathering, so that a pipeline does it where it gathers, once for all microbatches.
 
@@ -58,9 +58,10 @@ class QuantizeBeforeGather(FsdpPass):
         q = view(wait_tensor(all_gather_into_tensor(view(c, uint8), 8, "fsdp")), float8_e4m3fn)
 
     *Refuses*: parameters that somebody reads as they are; scales that are not of the largest
-    magnitude of all elements, as those of rows, or are made by what rounds inexactly, as ``exp2``;
-    products in another dtype than float32, and other clamps; shards that are padded, or written to;
-    several ways to quantize one parameter.
+    magnitude of all elements, as those of rows, or are made by what rounds inexactly, as ``exp``
+    (but powers of two are found by ``log2`` and ``exp2``, for each parameter alone); products in
+    another dtype than float32, and other clamps; shards that are padded along another dim than the
+    first, or written to; several ways to quantize one parameter.
 
     *Preserves numerics*: yes. A maximum over ranks is exact, and a cast does to an element what it
     does to it anywhere. Of a parameter with NaN, which makes all of it NaN here, some backends
@@ -196,7 +197,7 @@ class _Nodes:
                 of=over_shards,
             )
             value = self._call(_functional.wait_tensor.default, reduced, like=place, of=over_shards)
-            for node in members[0].reads.scales[0][1:]:
+            for node in members[0].reads.together:
                 value = self._again(node, {node.all_input_nodes[0]: value}, over_others)
             sizes = [1] * len(members)
             pieces = self._call(UNPACK_BUCKET, value, 1, sizes, like=place, of=over_shards)
@@ -244,7 +245,10 @@ class _Nodes:
     ) -> Node:
         like = member.launch.launch
         piece = self._call(operator.getitem, pieces, index, like=like, of=annotation)
-        return self._call(_aten.view.default, piece, [], like=like, of=annotation)
+        number = self._call(_aten.view.default, piece, [], like=like, of=annotation)
+        for node in member.reads.alone:
+            number = self._again(node, {node.all_input_nodes[0]: number}, annotation)
+        return number
 
     def _again(
         self,

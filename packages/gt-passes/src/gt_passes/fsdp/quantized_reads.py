@@ -4,26 +4,39 @@
 
     amax  = max(abs(w))                                             # w: gathered, or a view of it
     scale = float32(reciprocal(clamp(float64(amax), 1e-12)) * 448)  # or other exact arithmetic
+    scale = exp2(floor(log2(scale)))                                # perhaps
     q     = float8(clamp(float32(w) * scale, -448, 448))
 
 Which library wrote them does not matter. What counts is that the scale is made of the largest of
-all magnitudes, to the same bits whether for one parameter or for several at once, and that nobody
-reads the parameter for anything else.
+all magnitudes, to the same bits on every rank, and that nobody reads the parameter for anything
+else. Exact arithmetic is done for several parameters at once, and what comes after the first
+operator that only approximates for each alone.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from gt_passes._torch_internals import OpOverload, value_of
 from gt_passes.analysis.collectives import is_wait
-from gt_passes.analysis.exact_operators import is_exact, is_only_a_cast
+from gt_passes.analysis.exact_operators import (
+    APPROXIMATED_OPERATORS,
+    is_exact,
+    is_only_a_cast,
+)
+from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.analysis.operator_effects import is_only_a_view
-from gt_passes.analysis.process_groups import are_axes_of_one_mesh, group_name_of
+from gt_passes.analysis.process_groups import (
+    are_axes_of_one_mesh,
+    group_name_of,
+    place_in_group,
+)
 
 _aten = torch.ops.aten
 _ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
@@ -57,7 +70,7 @@ class QuantizedRead:
     """One cast to 8 bits of a gathered parameter."""
 
     views: tuple[Node, ...]
-    """From what was gathered to what is quantized, in order."""
+    """From what was gathered to what is quantized, in order; the first may take off padding."""
 
     operators: tuple[Node, ...]
     """What is done to every element: perhaps a cast, a product, perhaps a clamp, the cast."""
@@ -82,6 +95,16 @@ class QuantizedReads:
 
     replaced: tuple[Node, ...]
     """Everything between the gathering and what is made of scales and casts, in graph order."""
+
+    @property
+    def together(self) -> tuple[Node, ...]:
+        """What is done to the maximum that has the same bits for several parameters at once."""
+        return tuple(itertools.takewhile(_is_done_together, self.scales[0][1:]))
+
+    @property
+    def alone(self) -> tuple[Node, ...]:
+        """What is done to the result of that."""
+        return self.scales[0][1 + len(self.together) :]
 
     @property
     def form(self) -> Hashable:
@@ -133,6 +156,10 @@ def find_quantized_reads(wait: Node) -> QuantizedReads | str | None:
     for node in (node for chain in whole for node in chain if node.target is _ALL_REDUCE):
         if not _is_over_an_axis(node, wait):
             return f"{node.name} reduces its scale over ranks of another mesh than those it is of"
+    for chain in whole:
+        rest = list(itertools.dropwhile(_is_done_together, chain[1:]))
+        if any(node.target is _ALL_REDUCE for node in rest):
+            return f"its scale is reduced over ranks after {rest[0].name}, which only approximates"
     forms = {tuple(map(form_of, chain)) for chain in whole}
     casts = {tuple(map(form_of, each.operators)) for each in reads}
     if len(forms) > 1 or len(casts) > 1:
@@ -152,21 +179,19 @@ def find_quantized_reads(wait: Node) -> QuantizedReads | str | None:
 
 def form_of(node: Node) -> Hashable:
     """What a node does, whatever it does it to."""
-
-    def frozen(argument: object) -> Hashable:
-        return Node if isinstance(argument, Node) else repr(argument)
-
-    return node.target, tuple(map(frozen, node.args)), repr(sorted(node.kwargs.items()))
+    args, kwargs = map_arg((node.args, sorted(node.kwargs.items())), lambda _: "node")
+    return node.target, repr(args), repr(kwargs)
 
 
 def _views_of(wait: Node) -> dict[Node, tuple[Node, ...]]:
-    """The gathered value and the views of all of it, each with those between."""
+    """The gathered value and the views of all of it but padding, each with those between."""
     views: dict[Node, tuple[Node, ...]] = {wait: ()}
     pending = [wait]
     while pending:
         source = pending.pop()
         for user in source.users:
-            if user not in views and _is_view_of_all(user, source):
+            is_view = _is_view_of_all(user, source) or _is_without_padding(user, wait)
+            if user not in views and is_view:
                 views[user] = (*views[source], user)
                 pending.append(user)
     return views
@@ -176,6 +201,19 @@ def _is_view_of_all(node: Node, source: Node) -> bool:
     if not isinstance(node.target, OpOverload) or node.target._schema.name not in _VIEWS:
         return False
     return _has_as_many(node, source) and _tensor(node).dtype == _tensor(source).dtype
+
+
+def _is_without_padding(node: Node, wait: Node) -> bool:
+    """Whether FSDP takes the padding off again that ranks gave behind the last elements, zeros."""
+    if node.target is not _aten.slice.Tensor or [*wait.users] != [node]:
+        return False
+    own = fsdp_collective(node)
+    is_of_fsdp = own is not None and own.kind == "unshard"
+    (launch,) = wait.all_input_nodes
+    group = group_name_of(launch)
+    # Else the verifier could not tell which part is this rank's.
+    is_known = group is not None and place_in_group(group) is not None
+    return is_of_fsdp and is_known and node.args[:3] == (wait, 0, 0) and len(node.args) == 4
 
 
 def _has_as_many(node: Node, source: Node) -> bool:
@@ -257,6 +295,11 @@ def _from_maximum(scale: Node) -> tuple[Node, ...]:
 
 
 def _is_step_of_scale(node: Node) -> bool:
+    """Whether a node does the same to one number on every rank, to the last bit."""
+    return node.target in APPROXIMATED_OPERATORS or _is_done_together(node)
+
+
+def _is_done_together(node: Node) -> bool:
     """Whether a node does the same to a number as to each of several, to the last bit."""
     if node.target is _ALL_REDUCE:
         return bool(node.args[1] == "max")

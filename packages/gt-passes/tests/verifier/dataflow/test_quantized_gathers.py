@@ -81,6 +81,38 @@ def test_what_is_in_float32_is_not_cast_to_it():
     assert not differs(quantized_after, quantized_before, X.float(), Y.float())
 
 
+def power_of_two(scale):
+    return torch.exp2(torch.floor(torch.log2(scale)))
+
+
+def test_a_scale_may_be_a_power_of_two():
+    def before(x, y):
+        whole = gather(x)
+        return cast(whole, power_of_two(scale_of(whole.abs().max())))
+
+    def after(x, y):
+        return gather_bytes(cast(x, power_of_two(scale_of(largest(x, y)))))
+
+    def rounded_up(x, y):
+        scale = torch.exp2(torch.ceil(torch.log2(scale_of(largest(x, y)))))
+        return gather_bytes(cast(x, scale))
+
+    assert not differs(before, after)
+    assert differs(before, rounded_up)
+
+
+@pytest.mark.parametrize("operator", [torch.exp, torch.log, torch.rsqrt])
+def test_no_other_approximation_makes_a_scale_common(operator):
+    def before(x, y):
+        whole = gather(x)
+        return cast(whole, operator(whole.abs().max().float()))
+
+    def after(x, y):
+        return gather_bytes(cast(x, operator(largest(x, y).float())))
+
+    assert differs(before, after)
+
+
 def test_a_shard_may_be_cast_or_in_parts():
     def before(x, y):
         whole = gather(torch.cat([x, y]).to(torch.bfloat16))
@@ -318,9 +350,61 @@ def test_a_scale_that_each_rank_changes_by_its_own_data_is_not_common():
     assert differs(before, after)
 
 
-def test_nothing_is_said_of_gathered_parts_that_may_be_padding():
-    """The last ranks may have padded with anything: only they know what is cut off again."""
+def of_padded_shards(*, rows, kept=7, padding=torch.zeros):
+    """Of ranks with two rows each of so many, ``rows`` of which are this rank's own and no padding.
 
+    Returns:
+        What gathers and then quantizes all but the padding, and what quantizes first.
+    """
+
+    def shard(x):
+        return torch.cat(
+            [x[:rows], x.new_zeros([2 - rows, 4]) if padding is torch.zeros else padding(x)[rows:]]
+        )
+
+    def before(x, y):
+        whole = gather(shard(x), group)[:kept].t()
+        return cast(whole, scale_of(whole.abs().max()))
+
+    def after(x, y):
+        part = shard(x)
+        return gather_bytes(cast(part, scale_of(reduce(part.abs().max(), group=group))), group)[
+            :kept
+        ].t()
+
+    group = dist.group.WORLD.group_name
+    return before, after
+
+
+@pytest.mark.parametrize(("rank", "rows"), [(0, 2), (2, 2), (3, 1)])
+def test_padding_by_zeros_is_none_of_the_largest_magnitudes(rank, rows):
+    with fake_world(rank=rank, world_size=RANKS):
+        before, after = of_padded_shards(rows=rows)
+        assert not differs(before, after)
+
+
+def test_so_is_that_of_a_rank_without_elements():
+    with fake_world(rank=3, world_size=RANKS):
+        before, after = of_padded_shards(rows=0, kept=5)
+        assert not differs(before, after)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kept", "padding"),
+    [
+        (2, 7, torch.zeros),  # its last row is cut off, and no padding
+        (1, 6, torch.zeros),  # and so is its only one
+        (1, 7, torch.ones_like),
+        (1, 7, torch.abs),
+    ],
+)
+def test_what_is_cut_off_and_may_be_no_zero_may_be_larger(rows, kept, padding):
+    with fake_world(rank=3, world_size=RANKS):
+        before, after = of_padded_shards(rows=rows, kept=kept, padding=padding)
+        assert differs(before, after)
+
+
+def test_nothing_is_said_of_padding_where_this_ranks_part_is_unknown():
     def before(x, y):
         whole = gather(x)[:7]
         return cast(whole, scale_of(whole.abs().max()))
@@ -328,12 +412,18 @@ def test_nothing_is_said_of_gathered_parts_that_may_be_padding():
     def after(x, y):
         return gather_bytes(cast(x, scale_of(largest(x, y))))[:7]
 
-    def padded(x, y):
-        shard = torch.cat([x[:1], torch.full((1, 4), 3.0, dtype=x.dtype)])
-        return gather_bytes(cast(shard, scale_of(largest(x, y))))[:7]
-
     assert differs(before, after)
-    assert differs(before, padded)
+
+
+def test_ranks_that_take_different_elements_for_padding_are_found():
+    """The last rank of the second pair would have one row more, which the first takes for zeros."""
+    with fake_world(rank=0, world_size=RANKS):
+        seven, five = of_padded_shards(rows=2), of_padded_shards(rows=2, kept=5)
+        assert differences_of_ranks(seven, seven) == ()
+        (difference, *_) = differences_of_ranks(seven, five)
+        assert difference.position == 0
+        assert ", exchange 0 of the first 28 gathered" in difference.calls[0].text
+        assert ", exchange 0 of the first 20 gathered" in difference.calls[1].text
 
 
 @pytest.mark.parametrize("operator", [torch.abs, torch.exp, lambda x: x * 3, lambda x: x.half()])

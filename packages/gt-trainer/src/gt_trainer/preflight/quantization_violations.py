@@ -36,6 +36,9 @@ _TORCHAO = (0, 18)
 _ONE_SCALE = "float8_tensorwise"
 """The precision in which a weight has one scale, by which it can be gathered quantized."""
 
+_ONE_SCALE_IN_BACKWARD = "float8_rowwise_with_gw_hp"
+"""In which it has one in the backward alone, and one for each row in the forward."""
+
 _SINCE = {"float8": 8.9, "mxfp8": 10.0}
 """Compute capability from which on NVIDIA's devices multiply so; as torchtitan's converters ask."""
 
@@ -188,12 +191,13 @@ def _idle_options(
             fix="leave the flag out, or give --quantization.linears a precision",
         )
     is_gathered_as_it_is = not config.compile.fsdp_quantized_gathers
-    if is_gathered_as_it_is and all(each.precision != _ONE_SCALE for each in products):
+    with_one_scale = {_ONE_SCALE, *([_ONE_SCALE_IN_BACKWARD] if _gathers_again(config) else [])}
+    if is_gathered_as_it_is and all(each.precision not in with_one_scale for each in products):
         yield Violation(
             flag="--compile.fsdp_quantized_gathers",
             value=False,
-            allowed="its default True, since no linear layer's weight has one scale and it would "
-            "do nothing",
+            allowed="its default True, since no linear layer's weight that is gathered has one "
+            "scale and it would do nothing",
             fix=f"leave the flag out, or give --quantization.linears {_ONE_SCALE}",
         )
     for kind, precision in _precisions(options):
@@ -218,6 +222,16 @@ def _idle_options(
                         allowed=f"parts of the names of linear layers: {names_in_short(linears)}",
                         fix="correct or drop it",
                     )
+
+
+def _gathers_again(config: GraphTrainer.Config) -> bool:
+    """Whether parameters are gathered for the backward alone, which a stage's are not."""
+    parallelism = config.parallelism
+    if parallelism.pipeline_parallel_degree > 1:
+        return False
+    if parallelism.fsdp_reshard_after_forward == "default":
+        return config.compile.memory_policy != "save_all"
+    return parallelism.fsdp_reshard_after_forward == "always"
 
 
 def _contradictions(config: GraphTrainer.Config) -> Iterator[Violation]:

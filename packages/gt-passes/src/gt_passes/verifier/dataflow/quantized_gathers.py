@@ -20,10 +20,13 @@ that was gathered and then quantized:
 What ranks exchange by these rules and not in the graph at hand, another graph may: the table
 numbers it where the rule is applied, so that ranks whose buckets have it in other orders differ.
 
-A maximum counts only if it is of everything that is gathered, each element once: of a part, other
-ranks may have cut elsewhere. A number is in common to the ranks of a group if it comes of a maximum
-reduced over that very group, by exact arithmetic with constants, and by further maxima over groups
-that are axes of one mesh with it. That all ranks do the same arithmetic by the same constants no
+A maximum counts only if it is of everything that is gathered, each element once, or of all but
+padding behind it: each rank sees that what it gives there itself is zeros, and how many elements
+are no padding is part of what the exchange is called. Of any other part, ranks may have cut
+elsewhere. A number is in common to the ranks of a group if it comes of a maximum reduced over that
+very group, by exact arithmetic with constants, and by further maxima over groups that are axes of
+one mesh with it. Powers of two are made by ``log2`` and ``exp2`` too, which ranks of one build on
+one kind of device approximate alike. That all ranks do the same arithmetic by the same constants no
 single graph shows: a digest of it is part of what the exchange is called, and ranks compare that.
 Nothing else that treats elements alike is moved past a gathering: what it does may be another thing
 on another rank, and nobody compares it.
@@ -40,11 +43,23 @@ from typing import Any
 
 import torch
 
-from gt_passes.analysis.exact_operators import EXACT_OPERATORS
+from gt_passes.analysis.exact_operators import APPROXIMATED_OPERATORS, EXACT_OPERATORS
 from gt_passes.analysis.graph_constants import frozen_literal
-from gt_passes.analysis.process_groups import are_axes_of_one_mesh, group_identity
+from gt_passes.analysis.process_groups import (
+    are_axes_of_one_mesh,
+    group_identity,
+    place_in_group,
+)
 from gt_passes.verifier.dataflow.collective_dataflow import all_reduce, as_gathered
-from gt_passes.verifier.dataflow.flat_contents import Contents, Dims, Piece, whole
+from gt_passes.verifier.dataflow.flat_contents import (
+    Contents,
+    Dims,
+    Piece,
+    atoms_of,
+    num_elements,
+    slice_contents,
+    whole,
+)
 from gt_passes.verifier.dataflow.value_table import (
     Arguments,
     Definition,
@@ -54,6 +69,7 @@ from gt_passes.verifier.dataflow.value_table import (
 )
 
 _aten = torch.ops.aten
+_COMMON = EXACT_OPERATORS | APPROXIMATED_OPERATORS
 _FLOAT8 = frozenset(
     {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 )
@@ -64,17 +80,13 @@ def maximum(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | N
     source = arguments[0]
     if len(arguments) != 1 or not isinstance(source, TensorValue) or not source.contents:
         return None
-    of_all = _atom_of_all(table, source.contents)
-    atom = table.joined_atom(source.contents) if of_all is None else of_all
-    gathered = None if of_all is None else _magnitudes_gathered(table, of_all)
-    if gathered is None:
-        return table.tensor((), whole(_maximum_of(table, atom), 1))
-    (_, _, group, _), magnitudes = gathered
-    local = table.tensor((), whole(_maximum_of(table, table.joined_atom(magnitudes)), 1))
-    reduced = all_reduce(table, (local, "max", group), recorded)
-    assert reduced is not None  # of a tensor with an element
-    table.exchanges_of(reduced)
-    return reduced
+    taken = _taken_once(table, source.contents)
+    reduced = None if taken is None else _reduced_over_ranks(table, *taken, recorded)
+    if reduced is not None:
+        return reduced
+    is_all = taken is not None and taken[1] == table.numel_of(taken[0])
+    atom = taken[0] if taken is not None and is_all else table.joined_atom(source.contents)
+    return table.tensor((), whole(_maximum_of(table, atom), 1))
 
 
 def scaled(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
@@ -156,6 +168,27 @@ def is_cast_to_float8(recorded: object) -> bool:
     return isinstance(recorded, torch.Tensor) and recorded.dtype in _FLOAT8
 
 
+def _reduced_over_ranks(table: ValueTable, atom: int, count: int, recorded: Any) -> Value | None:
+    """The maximum over ranks, for that of the magnitudes of a gathered tensor or of its first ones.
+
+    None for anything else, and where what is behind those may be something else than padding.
+    """
+    gathered = _magnitudes_gathered(table, atom)
+    if gathered is None:
+        return None
+    gathering, magnitudes = gathered
+    is_all = count == table.numel_of(atom)
+    if not is_all and not _is_padded_by_zeros(table, gathering, count):
+        return None
+    local = table.tensor((), whole(_maximum_of(table, table.joined_atom(magnitudes)), 1))
+    reduced = all_reduce(table, (local, "max", gathering[2]), recorded)
+    assert isinstance(reduced, TensorValue)  # of a tensor with an element
+    # Ranks compare how many elements each of them takes for no padding.
+    assumption = "" if is_all else f" of the first {count} gathered"
+    names = [table.exchange(each, assumption) for each in atoms_of(reduced.contents)]
+    return reduced if all(name.endswith(assumption) for name in names) else None
+
+
 def _magnitudes_gathered(table: ValueTable, atom: int) -> tuple[Definition, Contents] | None:
     """Of the magnitudes of a gathered tensor: the gathering, and the magnitudes of one part."""
     definition = table.definitions[atom]
@@ -190,7 +223,7 @@ def _steps_from_maximum(table: ValueTable, atom: int, group: object) -> tuple[ob
             case ("cast", dtype, int(source)):
                 steps.append(dtype)
                 atom = source
-            case ("elementwise", target, int(source), *constants) if target in EXACT_OPERATORS:
+            case ("elementwise", target, int(source), *constants) if target in _COMMON:
                 steps.append((str(target), *constants))
                 atom = source
             case _:
@@ -215,13 +248,32 @@ def _derived(table: ValueTable, definition: Definition, atom: int, dtype: torch.
     return table.atom(definition, numel=table.numel_of(atom), dtype=dtype)
 
 
-def _atom_of_all(table: ValueTable, contents: Contents) -> int | None:
-    """The atom of which contents are all elements, each once, in whichever order."""
+def _taken_once(table: ValueTable, contents: Contents) -> tuple[int, int] | None:
+    """The atom whose first elements contents are, each once, in whichever order; and how many."""
     if len(contents) != 1 or not isinstance(contents[0], Piece):
         return None
     atom, offset, dims = contents[0]
-    is_all = math.prod(size for size, _ in dims) == table.numel_of(atom)
-    return atom if not offset and is_all and _takes_each_once(dims) else None
+    if offset or not _takes_each_once(dims):
+        return None
+    return atom, math.prod(size for size, _ in dims)
+
+
+def _is_padded_by_zeros(table: ValueTable, gathering: Definition, count: int) -> bool:
+    """Whether all are zeros that this rank gives behind the first ``count`` of what is gathered."""
+    place = place_in_group(str(gathering[2]))
+    if place is None:
+        return False
+    parts = _parts(table, gathering)
+    length = num_elements(parts)
+    padding = slice_contents(parts, max(0, min(length, count - place * length)), length)
+    return all(_is_zero(table, atom) for atom in atoms_of(padding))
+
+
+def _is_zero(table: ValueTable, atom: int) -> bool:
+    definition = table.definition_of(atom)
+    while definition[0] == "cast":
+        definition = table.definition_of(_number(definition[2]))
+    return definition[:2] in (("call", _aten.new_zeros.default), ("call", _aten.zeros.default))
 
 
 def _takes_each_once(dims: Dims) -> bool:
