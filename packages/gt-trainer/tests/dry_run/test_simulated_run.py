@@ -79,6 +79,8 @@ def test_microbatches_run_the_graph_again_and_keep_gradients(traced):
     twice = run(traced, replace(FACTS, num_microbatches=2, tokens=2 * FACTS.tokens))
     assert twice.step_us == pytest.approx(2 * once.step_us - once.optimizer_us)
     assert twice.peak_bytes == once.peak_bytes + FACTS.parameter_bytes_per_rank
+    assert twice.memory_by_kind["accumulated gradients"] == FACTS.parameter_bytes_per_rank
+    assert sum(twice.memory_by_kind.values()) == twice.peak_bytes
     assert "2 microbatches, " in str(twice)
     counts = {total.purpose: total.count for total in once.by_purpose}
     assert {total.purpose: total.count for total in twice.by_purpose} == {

@@ -1,5 +1,6 @@
 """Outcomes and reports made by hand."""
 
+from gt_trainer.dry_run.memory_over_step import MemoryAt, MemoryOverStep
 from gt_trainer.planning.cluster import load_cluster
 from gt_trainer.planning.plan_answer import PlanAnswer
 from gt_trainer.planning.planner import SearchedPlan
@@ -28,11 +29,28 @@ def outcome(dp_shard=8, *, ms=1000.0, gib=40, moved=None, **changed) -> RecipeOu
         "bubble": 0.0,
         "optimizer_us": ms * 50,
         "memory": {"optimizer state": gib * GIB},
+        "memory_over_step": over_step(gib, ms=ms),
         "peak_bytes": gib * GIB,
         "capacity_bytes": 74 * GIB,
         "moved": moved or {"network 30% slower": ms * 1100},
     }
     return RecipeOutcome(**(values | changed))
+
+
+def over_step(gib, *, ms) -> MemoryOverStep:
+    """That rises to so much in the middle."""
+    held = [(0.0, 0.5), (ms * 500, 1.0), (ms * 600, 0.5)]
+    moments = tuple(
+        MemoryAt(
+            start_us=start,
+            held={
+                "optimizer state": int(gib * GIB / 4),
+                "activations": int((part - 0.25) * gib * GIB),
+            },
+        )
+        for start, part in held
+    )
+    return MemoryOverStep(moments=moments, end_us=ms * 1000, what="the step")
 
 
 def report(*outcomes, num_left=0, machines=1, refusals=()) -> PlanAnswer:

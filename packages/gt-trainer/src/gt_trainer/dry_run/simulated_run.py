@@ -171,10 +171,15 @@ class SimulatedRun:
 
     @property
     def memory_by_kind(self) -> dict[str, int]:
-        """What a rank holds at the peak of its graph, and the optimizer's state, in bytes."""
-        held = self.graph.memory.bytes_by_kind.items()
-        parts = [(_MEMORY_LABELS[kind], num_bytes) for kind, num_bytes in held]
-        parts.insert(1, ("optimizer state", self.optimizer_state_bytes))
+        """What a rank holds at the peak; the values add up to ``peak_bytes``."""
+        return self.held_with(self.graph.memory.bytes_by_kind)
+
+    def held_with(self, in_graph: Mapping[MemoryKind, int]) -> dict[str, int]:
+        """What a rank holds when its graph holds this much, in bytes."""
+        state = self.optimizer_state_bytes
+        accumulated = self.peak_bytes - self.graph.memory.peak_bytes - state
+        parts = [(_MEMORY_LABELS[kind], num_bytes) for kind, num_bytes in in_graph.items()]
+        parts[1:1] = [("optimizer state", state), ("accumulated gradients", accumulated)]
         return dict(parts)
 
     def _memory_line(self) -> str:

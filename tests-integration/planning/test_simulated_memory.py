@@ -1,0 +1,53 @@
+"""What simulations of recipes hold: never less than the bound, and over the step up to the peak."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gt_passes.simulation import h100_sxm
+from gt_trainer.device import intended_for
+from gt_trainer.models.llama3 import llama3_debugmodel
+from gt_trainer.planning.counted_model import counted_model
+from gt_trainer.planning.pipeline_layouts import PipelineLayouts
+from gt_trainer.planning.recipe_outcome import RecipeOutcome
+from gt_trainer.planning.run_recipe import RunRecipe
+from gt_trainer.planning.simulate_recipes import simulate_recipes
+from gt_trainer.planning.step_bounds import step_bound
+
+_SHARDED = RunRecipe(dp_shard=4, microbatch=2, global_batch=16, memory_policy="save_all")
+_PIPELINE = RunRecipe(
+    dp_shard=2, pp=2, schedule="1F1B", microbatch=1, global_batch=8, memory_policy="selective"
+)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        _SHARDED,
+        replace(_SHARDED, dp_shard=2, tp=2, memory_policy="full_recompute"),
+        replace(_SHARDED, reduces_once=True),
+        _PIPELINE,
+        replace(_PIPELINE, schedule="ZBVZeroBubble", memory_policy="full_recompute"),
+    ],
+    ids=str,
+)
+def test_a_step_holds_its_bound_at_least_and_over_time_its_peak_at_most(recipe: RunRecipe) -> None:
+    machine = h100_sxm()
+    with intended_for("cuda"):
+        config = llama3_debugmodel()
+        model = counted_model(config)
+    ((outcome,),) = simulate_recipes(config, [recipe], [machine])
+    assert isinstance(outcome, RecipeOutcome)
+    bound = step_bound(recipe, model, PipelineLayouts(model).of(recipe), machine)
+    assert bound.peak_bytes <= outcome.peak_bytes
+    assert bound.step_us <= outcome.step_us
+    over_step = outcome.memory_over_step
+    assert max(each.num_bytes for each in over_step.moments) == outcome.peak_bytes
+    starts = [each.start_us for each in over_step.moments]
+    assert starts == sorted(starts)
+    assert starts[-1] <= over_step.end_us
+    # The activations of a forward are there in the middle, and not at either end.
+    activations = [each.held["activations"] for each in over_step.moments]
+    assert max(activations) > max(activations[0], activations[-1])
