@@ -6,6 +6,7 @@ from gt_trainer.planning.plan_answer import PlanAnswer
 from gt_trainer.planning.planner import SearchedPlan
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
 from gt_trainer.planning.run_recipe import RunRecipe
+from gt_trainer.planning.scaling_curve import ScalingPoint
 
 GIB = 2**30
 
@@ -37,6 +38,25 @@ def outcome(dp_shard=8, *, ms=1000.0, gib=40, moved=None, **changed) -> RecipeOu
     return RecipeOutcome(**(values | changed))
 
 
+def scaling() -> tuple[ScalingPoint, ...]:
+    """Two sizes; of the larger one nothing was simulated, and none divides the fixed batch."""
+
+    def point(num_gpus, tokens, *, grows, **found) -> ScalingPoint:
+        return ScalingPoint(
+            num_gpus=num_gpus,
+            global_batch_tokens=tokens,
+            grows=grows,
+            **{"least_us": 1e4 * tokens / 8192, "simulated": None, **found},
+        )
+
+    return (
+        point(64, 524_288, grows=True, simulated=outcome(8)),
+        point(256, 2_097_152, grows=True),
+        point(64, 65_536, grows=False, simulated=outcome(4, ms=2000.0)),
+        point(256, 65_536, grows=False, least_us=None),
+    )
+
+
 def over_step(gib, *, ms) -> MemoryOverStep:
     """That rises to so much in the middle."""
     held = [(0.0, 0.5), (ms * 500, 1.0), (ms * 600, 0.5)]
@@ -53,7 +73,7 @@ def over_step(gib, *, ms) -> MemoryOverStep:
     return MemoryOverStep(moments=moments, end_us=ms * 1000, what="the step")
 
 
-def report(*outcomes, num_left=0, machines=1, refusals=()) -> PlanAnswer:
+def report(*outcomes, num_left=0, machines=1, refusals=(), scaling=()) -> PlanAnswer:
     """Of a plan that simulated these; each has the outcomes on all machines."""
     cluster = load_cluster("h100_sxm")
     relaxed = cluster.with_relaxed({"nic": 800}).hardware
@@ -69,10 +89,12 @@ def report(*outcomes, num_left=0, machines=1, refusals=()) -> PlanAnswer:
             num_without_memory=20,
             num_cut=90,
             num_left=num_left,
+            least_us=1e5,
             refusals=refusals,
             failures=(),
             seconds=12.0,
         ),
         model_flags="--module llama3 --config llama3_8b",
         further=("--training.seq_len", "8192"),
+        scaling=scaling,
     )

@@ -2,7 +2,7 @@
 
 from html.parser import HTMLParser
 
-from planning.outcomes import outcome, report
+from planning.outcomes import outcome, report, scaling
 
 from gt_trainer.planning.plan_page import pareto_front, plan_page
 
@@ -31,7 +31,7 @@ class _Balanced(HTMLParser):
 
 def _page():
     outcomes = [(outcome(8),), (outcome(4, ms=1250.0, gib=30),), (outcome(2, ms=800.0, gib=90),)]
-    return plan_page(report(*outcomes), beside=[("a trace", "plan.trace.json")])
+    return plan_page(report(*outcomes, scaling=scaling()), beside=[("a trace", "plan.trace.json")])
 
 
 def test_the_page_is_well_formed_and_asks_for_nothing():
@@ -58,6 +58,18 @@ def test_the_page_says_what_fits_what_is_fastest_and_what_limits_it():
     assert "<strong>What limits it:</strong> 80% of the step computes" in page
     assert [page.count(f'class="dot {kind}"') for kind in ("fits", "best", "over")] == [1, 1, 1]
     assert 'href="plan.trace.json"' in page
+
+
+def test_the_page_draws_memory_over_the_step_and_other_numbers_of_gpus():
+    page = _page()
+    assert 'aria-label="memory over the step"' in page
+    assert 'aria-label="tokens a second of each GPU by number of GPUs"' in page
+
+
+def test_a_limit_far_above_what_is_drawn_is_told_in_words():
+    page = plan_page(report((outcome(8, gib=1),)))
+    assert "a GPU has 74 GiB, far above" in page
+    assert 'class="limit"' not in page
 
 
 def test_a_plan_without_a_recipe_that_fits_has_a_page_too():

@@ -8,9 +8,11 @@ Llama 3 8B and 405B; a wrong one costs time, never the answer.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from gt_trainer.planning.model_counts import ModelCounts, PipelineLayout, StageParts
+from gt_trainer.planning.rank_placement import ranks_by_domain
 from gt_trainer.planning.run_recipe import RunRecipe
 from gt_trainer.planning.step_bounds import SPLIT_BACKWARDS, StepBound, ring_us
 
@@ -54,6 +56,7 @@ def guessed_us(
         computing = max(computing, launches * hardware.host_kernel_us)
     hidden = bound.carried_us.get("fsdp", 0.0) + bound.carried_us.get("efsdp", 0.0)
     hidden *= 2 if recipe.memory_policy != "save_all" else 1.5
+    hidden += _latencies_us(recipe, layers, hardware)
     exchanges = bound.carried_us.get("ep", 0.0) * _EXPOSED_EXCHANGES[recipe.ep_overlap]
     replicas_us = ring_us(
         2 * bound.state_bytes / 3,
@@ -63,6 +66,23 @@ def guessed_us(
     )
     total = computing + tensor_us + context_us + exchanges + replicas_us
     return total + max(0.0, hidden - computing) + bound.optimizer_us
+
+
+def _latencies_us(recipe: RunRecipe, layers: float, hardware: Hardware) -> float:
+    """Of gathering and reducing each layer in a ring of all shards, whatever the bytes."""
+    is_once = recipe.pp > 1 or recipe.reduces_once
+    each = 2 if recipe.memory_policy == "save_all" else 3
+    size = recipe.dp_shard * recipe.cp
+    domains = _num_domains(size, recipe.tp, hardware.gpus_per_node)
+    network_us = (domains - 1) * hardware.nccl_ring_network_ll128_us
+    ring_us = network_us + (size - domains) * hardware.nccl_ring_nvlink_ll128_us
+    return each * layers * ring_us * (1 if is_once else recipe.num_microbatches)
+
+
+@functools.cache
+def _num_domains(size: int, stride: int, gpus_per_domain: int) -> int:
+    """NVLink domains over which a group is spread."""
+    return len(ranks_by_domain(size, stride, gpus_per_domain))
 
 
 def guessed_bytes(

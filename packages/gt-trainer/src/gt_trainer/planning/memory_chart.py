@@ -26,22 +26,39 @@ _COLOURS = {
 
 def memory_chart(over_step: MemoryOverStep, *, capacity_bytes: int) -> str:
     """Draw it under the limit of the device, with a key."""
-    most = max(capacity_bytes, *(each.num_bytes for each in over_step.moments))
     x = linear_axis("ms", over_step.end_us / 1000)
-    y = linear_axis("GiB", most / GIB)
+    y = memory_axis(
+        "GiB",
+        max(each.num_bytes for each in over_step.moments),
+        capacity_bytes=capacity_bytes,
+    )
     kinds = [kind for kind in _COLOURS if any(each.held.get(kind) for each in over_step.moments)]
-    limit = 100 - y.place(capacity_bytes / GIB)
     drawn = "".join(_areas(over_step, kinds, x, y))
-    drawn += f'<line class="limit" x1="0" x2="100" y1="{limit:.2f}" y2="{limit:.2f}"/>'
+    if y.has(capacity_bytes / GIB):
+        limit = 100 - y.place(capacity_bytes / GIB)
+        drawn += f'<line class="limit" x1="0" x2="100" y1="{limit:.2f}" y2="{limit:.2f}"/>'
     key = "".join(
         f'<span><span class="key" style="background: {_COLOURS[kind]}"></span>{kind}</span> '
         for kind in kinds
     )
-    capacity = f"{capacity_bytes / GIB:.0f} GiB"
     return (
-        f"<p>{escape(over_step.what)}; dashed: the {capacity} of a GPU.</p>\n<p>{key}</p>\n"
-        f"{plot(x, y, drawn, title='memory over the step')}"
+        f"<p>{escape(over_step.what)}; {capacity_words(y, capacity_bytes)}.</p>\n"
+        f'<p class="keys">{key}</p>\n{plot(x, y, drawn, title="memory over the step")}'
     )
+
+
+def memory_axis(label: str, most_bytes: int, *, capacity_bytes: int) -> Axis:
+    """An axis in GiB, up to the device's capacity where that is not far from what is drawn."""
+    is_near = most_bytes >= capacity_bytes / 4
+    return linear_axis(label, (max(most_bytes, capacity_bytes) if is_near else most_bytes) / GIB)
+
+
+def capacity_words(axis: Axis, capacity_bytes: int) -> str:
+    """What the limit is that is drawn, or is too far away to be."""
+    capacity = f"{capacity_bytes / GIB:.0f} GiB"
+    if axis.has(capacity_bytes / GIB):
+        return f"dashed: the {capacity} of a GPU"
+    return f"a GPU has {capacity}, far above"
 
 
 def _areas(over_step: MemoryOverStep, kinds: list[str], x: Axis, y: Axis) -> Iterator[str]:

@@ -11,6 +11,7 @@ from gt_trainer.planning.goodput import Goodput, goodput
 from gt_trainer.planning.planner import SearchedPlan
 from gt_trainer.planning.rank_placement import rank_placement
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
+from gt_trainer.planning.scaling_curve import SCALING_HEAD, ScalingPoint
 
 _MOST_ROWS = 10
 _MOST_REFUSALS = 5
@@ -30,6 +31,9 @@ class PlanAnswer:
 
     further: tuple[str, ...]
     """Flags that every recipe has."""
+
+    scaling: tuple[ScalingPoint, ...] = ()
+    """Other sizes; empty if nobody asked."""
 
     @property
     def ranked(self) -> list[RecipeOutcome]:
@@ -87,6 +91,20 @@ class PlanAnswer:
                 }
                 for each in self.ranked
             ],
+            "scaling": [
+                {
+                    "num_gpus": each.num_gpus,
+                    "global_batch_tokens": each.global_batch_tokens,
+                    "least_us": each.least_us,
+                    "simulated": None
+                    if each.simulated is None
+                    else {
+                        "command": self.command(each.simulated),
+                        "step_us": each.simulated.step_us,
+                    },
+                }
+                for each in self.scaling
+            ],
         }
 
     def _lines(self) -> Iterator[str]:
@@ -108,6 +126,7 @@ class PlanAnswer:
         yield from self._placement(best)
         yield from self._sensitivity()
         yield self._goodput(best)
+        yield from self._scaling()
         yield "To run it, and to see it in detail:"
         yield f"  {self.command(best)}"
         yield f"  {self.command(best)} --dry-run --world-size {self.num_gpus}"
@@ -196,6 +215,14 @@ class PlanAnswer:
             )
         for moved, winner, gain in changes:
             yield f"  sensitivity      {moved}: {winner.recipe} is {gain:.1%} faster than the first"
+
+    def _scaling(self) -> Iterator[str]:
+        if not self.scaling:
+            return
+        yield "  scaling          tokens/s/GPU: at most, by bounds; of the first guess that fits,"
+        yield "                   simulated, which is no search"
+        yield SCALING_HEAD
+        yield from map(str, self.scaling)
 
     def _goodput(self, best: RecipeOutcome) -> str:
         of_cluster = goodput_on(self.cluster, self.num_gpus)

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from gt_trainer.dry_run.numbers_as_text import GIB
-from gt_trainer.planning.memory_chart import memory_chart
+from gt_trainer.planning.memory_chart import capacity_words, memory_axis, memory_chart
 from gt_trainer.planning.plan_answer import PlanAnswer, binding, ranking_changes, why_slower
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
+from gt_trainer.planning.scaling_chart import scaling_chart
 from gt_trainer.report.plot import PLOT_STYLE, Dot, linear_axis, plot, polyline
 
 _MOST_ROWS = 10
@@ -21,15 +22,20 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 60r
 .limit { stroke: var(--best); stroke-dasharray: 5 4; stroke-width: 1.5 }
 .fits { background: var(--fits) } .over { background: var(--over) }
 .best { background: var(--best) } .front { fill: none; stroke: var(--fits); stroke-opacity: .5 }
+.growing { background: var(--fits); stroke: var(--fits) } .fixed { background: var(--best);
+  stroke: var(--best) } polyline { fill: none; stroke-width: 1.6 }
+.bound { stroke-dasharray: 3 4; stroke-opacity: .7 }
+.keys span { white-space: nowrap; margin-right: 1em }
 .wide { overflow-x: auto } table { border-collapse: collapse }
 td, th { padding: .25rem .7rem; text-align: right; white-space: nowrap }
 td:last-child, th:last-child { text-align: left }
-pre { overflow-x: auto; padding: .7rem; border: 1px solid; border-radius: .4rem }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: .7rem; border: 1px solid;
+  border-radius: .4rem }
 .bar { display: flex; height: 1.1rem; margin: .15rem 0 .6rem; border-radius: .2rem;
   overflow: hidden }
 .bar span { display: block } .computing { background: #3a9d5d } .network { background: #9b5fc0 }
 .bubble { background: #8a8f98 } .optimizer { background: #e08a2b } .waiting { background: #c9a227 }
-.key { display: inline-block; width: .9em; height: .9em; margin: 0 .3em 0 1em }
+.keys .key { display: inline-block; width: .9em; height: .9em; margin-right: .35em }
 """.strip()
 
 
@@ -80,6 +86,8 @@ def _body(report: PlanAnswer, beside: Sequence[tuple[str, str]]) -> Iterator[str
     yield _table(report)
     if len(ranked) > 1:
         yield f"<h2>How sure the order is</h2><p>{escape(_surely(ranked))}</p>"
+    if report.scaling:
+        yield f"<h2>Other numbers of GPUs</h2>{scaling_chart(report.scaling)}"
     yield f"<h2>To run the fastest</h2><pre>{escape(report.command(best))}</pre>"
     if beside:
         links = ", ".join(f'<a href="{escape(name)}">{escape(what)}</a>' for what, name in beside)
@@ -88,10 +96,10 @@ def _body(report: PlanAnswer, beside: Sequence[tuple[str, str]]) -> Iterator[str
 
 def _front(outcomes: Sequence[RecipeOutcome], best: RecipeOutcome) -> str:
     """A point for each recipe; those that nothing beats in both are joined."""
-    most = max(best.capacity_bytes, *(each.peak_bytes for each in outcomes))
-    x = linear_axis("GiB of the fullest rank", most / GIB)
+    capacity = best.capacity_bytes
+    most = max(each.peak_bytes for each in outcomes)
+    x = memory_axis("GiB of the fullest rank", most, capacity_bytes=capacity)
     y = linear_axis("seconds a step", max(each.step_us for each in outcomes) / 1e6)
-    limit = x.place(best.capacity_bytes / GIB)
     joined = [(each.peak_bytes / GIB, each.step_us / 1e6) for each in pareto_front(outcomes)]
     dots = [
         Dot(
@@ -102,14 +110,16 @@ def _front(outcomes: Sequence[RecipeOutcome], best: RecipeOutcome) -> str:
         )
         for each in outcomes
     ]
-    drawn = (
-        f'<line class="limit" x1="{limit:.2f}" x2="{limit:.2f}" y1="0" y2="100"/>'
-        f"{polyline(x, y, joined, style='front')}"
+    drawn = polyline(x, y, joined, style="front")
+    if x.has(capacity / GIB):
+        limit = x.place(capacity / GIB)
+        drawn += f'<line class="limit" x1="{limit:.2f}" x2="{limit:.2f}" y1="0" y2="100"/>'
+    names = {"best": "fastest", "fits": "fits", "over": "does not fit"}
+    key = "".join(
+        f'<span><span class="key {kind}"></span>{name}</span> ' for kind, name in names.items()
     )
     return (
-        f"<p>Dashed: the {best.capacity_bytes / GIB:.0f} GiB of a GPU. "
-        '<span class="key best"></span>fastest <span class="key fits"></span>fits '
-        '<span class="key over"></span>does not fit</p>\n'
+        f'<p class="keys">{key}<span>{capacity_words(x, capacity)}</span></p>\n'
         f"{plot(x, y, drawn, title='step time by memory', dots=dots)}"
     )
 
@@ -131,7 +141,8 @@ def _class(outcome: RecipeOutcome, best: RecipeOutcome) -> str:
 
 def _bars(ranked: Sequence[RecipeOutcome]) -> Iterator[str]:
     kinds = ("computing", "network", "bubble", "optimizer", "waiting")
-    yield "<p>" + "".join(f'<span class="key {kind}"></span>{kind}' for kind in kinds) + "</p>"
+    key = "".join(f'<span><span class="key {kind}"></span>{kind}</span> ' for kind in kinds)
+    yield f'<p class="keys">{key}</p>'
     for each in ranked:
         parts = {
             "computing": each.computing_us / each.step_us,

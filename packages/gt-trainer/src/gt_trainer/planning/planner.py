@@ -62,7 +62,10 @@ class SearchedPlan:
     """Whose bound is above what was found, those without memory included."""
 
     num_left: int
-    """That could still be better: time was up."""
+    """That could still be better: time was up, or enough was found."""
+
+    least_us: float | None
+    """By its bounds no candidate takes less on the first machine; None if none can fit."""
 
     refusals: tuple[tuple[str, int], ...]
     """By why a run cannot have a recipe, how many that came up."""
@@ -82,6 +85,11 @@ class _Found:
     refusals: Counter[str] = field(default_factory=Counter)
     failures: list[Unsimulated] = field(default_factory=list)
 
+    @property
+    def num_fitting(self) -> int:
+        """Of outcomes on the first machine."""
+        return sum(first.fits for first, *_ in self.outcomes)
+
 
 def search_plan(
     base: GraphTrainer.Config,
@@ -91,6 +99,7 @@ def search_plan(
     *,
     asked: Collection[str] = (),
     seconds: float,
+    enough: float = math.inf,
     tell: Callable[[str], None] = lambda line: None,
 ) -> SearchedPlan:
     """Search until nothing is left that could be better, or time is up.
@@ -102,6 +111,7 @@ def search_plan(
         machines: the first is what is planned for; the others are looked at beside it.
         asked: the flags of ``base`` that the user gave.
         seconds: for which to search; what is not done by then is left.
+        enough: after so many recipes that fit on the first machine nothing more is begun.
         tell: is told, once in a while, what has been found.
     """
     begin = time.monotonic()
@@ -109,8 +119,9 @@ def search_plan(
     frontier = Frontier(each for each, _ in bounded)
     found = _Found()
     with intended_for("cuda"):
-        batches = _batches(frontier, base, asked, found, begin + seconds)
-        _simulate(batches, frontier, base, machines, asked, found, begin + seconds, tell)
+        until = begin + seconds
+        batches = _batches(frontier, base, asked, found, until, enough)
+        _simulate(batches, frontier, base, machines, asked, found, until, tell)
     return SearchedPlan(
         machines=tuple(machines),
         outcomes=tuple(found.outcomes),
@@ -118,6 +129,7 @@ def search_plan(
         num_without_memory=sum(not any(map(math.isfinite, each.bounds)) for each, _ in bounded),
         num_cut=frontier.num_cut,
         num_left=frontier.num_left,
+        least_us=min((b.bounds[0] for b, _ in bounded if math.isfinite(b.bounds[0])), default=None),
         refusals=tuple(found.refusals.most_common()),
         failures=tuple(found.failures),
         seconds=time.monotonic() - begin,
@@ -153,9 +165,13 @@ def _batches(
     asked: Collection[str],
     found: _Found,
     until: float,
+    enough: float,
 ) -> Iterator[_Numbered]:
     """What one child after another is to simulate: a recipe that a run may have, and its like."""
-    while time.monotonic() < until and (taken := frontier.take()) is not None:
+    while time.monotonic() < until and found.num_fitting < enough:
+        taken = frontier.take()
+        if taken is None:
+            return
         number, recipe = taken
         try:
             recipe_config(base, recipe, asked=asked)

@@ -39,6 +39,10 @@ class Axis:
 
     is_logarithmic: bool = False
 
+    def has(self, value: float) -> bool:
+        """Whether a value is on it."""
+        return self.ticks[0][0] <= value <= self.ticks[-1][0]
+
     def place(self, value: float) -> float:
         """Where a value is, from 0 at the first tick to 100 at the last."""
         of: Callable[[float], float] = math.log if self.is_logarithmic else float
