@@ -16,7 +16,7 @@ from torchtitan.distributed import utils as dist_utils
 from gt_passes.simulation import h100_sxm, optimizer_step_us
 from gt_trace import trace_step
 from gt_trace.fsdp import shard
-from gt_trainer.dry_run.simulated_run import SimulatedRun, simulate_run
+from gt_trainer.dry_run.simulated_run import SimulatedRun, group_labels, simulate_run
 from gt_trainer.dry_run.step_facts import StepFacts
 
 WORLD_SIZE = 8
@@ -62,7 +62,7 @@ def traced():
 
 def run(traced, facts: StepFacts = FACTS, **options: object) -> SimulatedRun:
     step, dims = traced
-    return simulate_run(step, facts, parallel_dims=dims, **options)
+    return simulate_run(step, facts, labels=group_labels(dims), **options)
 
 
 def test_a_step_is_its_graph_and_its_optimizer(traced):

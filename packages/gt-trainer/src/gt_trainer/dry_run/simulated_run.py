@@ -197,7 +197,7 @@ def simulate_run(
     captured: TracedStep | AccumulationGraphs,
     facts: StepFacts,
     *,
-    parallel_dims: ParallelDims,
+    labels: Mapping[str, str],
     hardware: Hardware | None = None,
     host: HostModel = "eager",
     attention_note: str | None = None,
@@ -210,7 +210,7 @@ def simulate_run(
     Args:
         captured: one microbatch, for all alike, or those that share; after passes.
         facts: what the configuration says of the step.
-        parallel_dims: of the run, whose process groups still exist.
+        labels: what process groups are for, by name, as of ``group_labels``.
         hardware: the machine; H100 SXM by default.
         host: whether Python issues operator after operator, or CUDA graphs replay them.
         attention_note: as for ``SimulatedRun``.
@@ -218,7 +218,6 @@ def simulate_run(
     """
     machine = hardware or h100_sxm()
     priced = [_priced(each, machine=machine, host=host) for each in _graphs_of(captured, facts)]
-    labels = group_labels(parallel_dims)
     runs = tuple(
         GraphRuns(
             graph=simulate_step(

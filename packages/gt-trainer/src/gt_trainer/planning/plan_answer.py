@@ -116,7 +116,7 @@ class PlanAnswer:
         if not self.ranked:
             yield from self._nothing_fits()
             return
-        yield from self._table()
+        yield from ranked_table(self.ranked, self.cluster)
         best = self.ranked[0]
         yield f"  binds            {binding(best)}"
         yield from self._memory_binds(best)
@@ -157,24 +157,6 @@ class PlanAnswer:
             f"  nothing fits     the least that was simulated needs "
             f"{least.peak_bytes / GIB:.1f} GiB of {least.capacity_bytes / GIB:.1f}: {least.recipe}"
         )
-
-    def _table(self) -> Iterator[str]:
-        price, watts = self.cluster.price_per_gpu_hour, self.cluster.power_watts_per_gpu
-        yield "    step  tokens/s/GPU    MFU   memory  exposed  bubble  $M/T tokens  MWh/T  recipe"
-        for outcome in self.ranked[:_MOST_ROWS]:
-            dollars = outcome.dollars_per_trillion_tokens(price) / 1e6
-            energy = outcome.megawatt_hours_per_trillion_tokens(watts)
-            yield (
-                f"{outcome.step_us / 1e6:7.2f}s {outcome.tokens_per_second_per_gpu:13,.0f} "
-                f"{outcome.mfu:6.1%} {outcome.peak_bytes / GIB:5.1f}GiB "
-                f"{outcome.all_exposed_us / outcome.step_us:7.1%} {outcome.bubble:7.1%} "
-                f"{dollars:12.2f} {energy:6,.0f}  {outcome.recipe}"
-            )
-        best = self.ranked[0]
-        held = ", ".join(f"{size / GIB:.2f} {kind}" for kind, size in best.memory.items() if size)
-        yield f"  memory           {held} (GiB, the fullest rank of the first)"
-        exposed = ", ".join(f"{ms(us)} {what}" for what, us in best.exposed_us.items())
-        yield f"  exposed          {exposed or 'nothing'} (of the first)"
 
     def _memory_binds(self, best: RecipeOutcome) -> Iterator[str]:
         faster = [each[0] for each in self.plan.outcomes if each[0].step_us < best.step_us]
@@ -235,6 +217,26 @@ class PlanAnswer:
         )
 
 
+def ranked_table(ranked: Sequence[RecipeOutcome], cluster: Cluster) -> Iterator[str]:
+    """The first recipes, a row each, and what the first one holds and waits for."""
+    price, watts = cluster.price_per_gpu_hour, cluster.power_watts_per_gpu
+    yield "    step  tokens/s/GPU    MFU   memory  exposed  bubble  $M/T tokens  MWh/T  recipe"
+    for outcome in ranked[:_MOST_ROWS]:
+        dollars = outcome.dollars_per_trillion_tokens(price) / 1e6
+        energy = outcome.megawatt_hours_per_trillion_tokens(watts)
+        yield (
+            f"{outcome.step_us / 1e6:7.2f}s {outcome.tokens_per_second_per_gpu:13,.0f} "
+            f"{outcome.mfu:6.1%} {outcome.peak_bytes / GIB:5.1f}GiB "
+            f"{outcome.all_exposed_us / outcome.step_us:7.1%} {outcome.bubble:7.1%} "
+            f"{dollars:12.2f} {energy:6,.0f}  {outcome.recipe}"
+        )
+    best = ranked[0]
+    held = ", ".join(f"{size / GIB:.2f} {kind}" for kind, size in best.memory.items() if size)
+    yield f"  memory           {held} (GiB, the fullest rank of the first)"
+    exposed = ", ".join(f"{ms(us)} {what}" for what, us in best.exposed_us.items())
+    yield f"  exposed          {exposed or 'nothing'} (of the first)"
+
+
 def _left(num_left: int) -> str:
     return f", and {num_left:,} are left: give more --minutes" if num_left else ""
 
@@ -254,6 +256,7 @@ def binding(outcome: RecipeOutcome) -> str:
     parts = {f"{name} (network)": us for name, us in outcome.exposed_us.items()}
     parts["bubble"] = outcome.bubble * outcome.step_us
     parts["optimizer"] = outcome.optimizer_us
+    parts["waiting for the host"] = outcome.step_us - outcome.computing_us - sum(parts.values())
     name, most = max(parts.items(), key=lambda part: part[1])
     computing = outcome.computing_us / outcome.step_us
     share = most / outcome.step_us

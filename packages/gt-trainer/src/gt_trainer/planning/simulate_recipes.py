@@ -97,7 +97,7 @@ def _simulate_steps(
             first, *others = machines
             simulated = [captured.simulate(first, trace_path=trace_path)]
             simulated += [captured.simulate(each) for each in others]
-        found[recipe] = tuple(_of_step(recipe, each) for each in simulated)
+        found[recipe] = tuple(outcome_of_step(recipe, each) for each in simulated)
     return found
 
 
@@ -134,7 +134,8 @@ def _by_schedule(pipeline: FakePipeline, config: GraphTrainer.Config) -> FakePip
     return replace(pipeline, plan=planned_pipeline(config))
 
 
-def _of_step(recipe: RunRecipe, run: SimulatedRun) -> RecipeOutcome:
+def outcome_of_step(recipe: RunRecipe, run: SimulatedRun) -> RecipeOutcome:
+    """What a plan tells of a step without a pipeline."""
     exposed = {total.purpose: total.exposed_us for total in run.by_purpose}
     return RecipeOutcome(
         recipe=recipe,
