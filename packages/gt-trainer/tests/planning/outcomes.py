@@ -1,6 +1,6 @@
 """Outcomes and reports made by hand."""
 
-from gt_trainer.dry_run.memory_over_step import MemoryAt, MemoryOverStep
+from gt_trainer.dry_run.memory_over_step import HeldAt, MemoryOverStep
 from gt_trainer.planning.cluster import load_cluster
 from gt_trainer.planning.plan_answer import PlanAnswer
 from gt_trainer.planning.planner import SearchedPlan
@@ -61,7 +61,7 @@ def over_step(gib, *, ms) -> MemoryOverStep:
     """That rises to so much in the middle."""
     held = [(0.0, 0.5), (ms * 500, 1.0), (ms * 600, 0.5)]
     moments = tuple(
-        MemoryAt(
+        HeldAt(
             start_us=start,
             held={
                 "optimizer state": int(gib * GIB / 4),

@@ -22,7 +22,6 @@ from gt_pipeline.estimates.rank_memory import (
     MEMORY_PARTS,
     MemoryPart,
     RankMemory,
-    RankMoment,
     rank_memory,
 )
 
@@ -34,7 +33,6 @@ __all__ = [
     "PipelineUnits",
     "PricedStages",
     "RankMemory",
-    "RankMoment",
     "StageMemory",
     "UnitTimes",
     "balanced_division",

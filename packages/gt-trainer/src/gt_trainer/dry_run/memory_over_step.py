@@ -16,7 +16,7 @@ _MOST_MOMENTS = 240
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryAt:
+class HeldAt:
     """What is held from a moment to the next one."""
 
     start_us: float
@@ -33,7 +33,7 @@ class MemoryAt:
 class MemoryOverStep:
     """From the beginning of a graph or a schedule to the end of the optimizer."""
 
-    moments: tuple[MemoryAt, ...]
+    moments: tuple[HeldAt, ...]
     """By time; the peak is one of them."""
 
     end_us: float
@@ -45,7 +45,7 @@ def memory_of_run(run: SimulatedRun) -> MemoryOverStep:
     """Of the graph that needs the most memory, with what is held beside it."""
     by_kind = run.graph.memory.live_bytes_by_kind
     moments = [
-        MemoryAt(start_us=start, held=run.held_with(dict(zip(by_kind, held, strict=True))))
+        HeldAt(start_us=start, held=run.held_with(dict(zip(by_kind, held, strict=True))))
         for start, *held in zip(run.graph.memory_at_us, *by_kind.values(), strict=True)
     ]
     end_us = run.graph.step_us + run.optimizer_us
@@ -65,7 +65,7 @@ def memory_of_pipeline(run: SimulatedPipeline) -> MemoryOverStep:
     ]
     starts += [run.time.makespan] * (len(fullest.moments) - len(starts))
     moments = [
-        MemoryAt(start_us=start, held=_by_name(moment.bytes_by_part))
+        HeldAt(start_us=start, held=_by_name(moment.bytes_by_part))
         for start, moment in zip(itertools.accumulate(starts, max), fullest.moments, strict=True)
     ]
     end_us = run.time.makespan + run.optimizer_us
@@ -83,8 +83,8 @@ def _by_name(parts: Mapping[MemoryPart, int]) -> dict[str, int]:
 
 
 def thinned(
-    moments: Sequence[MemoryAt], end_us: float, *, most: int = _MOST_MOMENTS
-) -> Iterator[MemoryAt]:
+    moments: Sequence[HeldAt], end_us: float, *, most: int = _MOST_MOMENTS
+) -> Iterator[HeldAt]:
     """At most so many: of those that begin in the same part of the time the fullest one.
 
     Args:
@@ -98,4 +98,4 @@ def thinned(
     ):
         some = list(together)
         fullest = max(some, key=lambda each: each.num_bytes)
-        yield MemoryAt(start_us=some[0].start_us, held=fullest.held)
+        yield HeldAt(start_us=some[0].start_us, held=fullest.held)

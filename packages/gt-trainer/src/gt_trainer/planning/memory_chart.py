@@ -7,7 +7,7 @@ from html import escape
 
 from gt_trainer.dry_run.memory_over_step import MemoryOverStep
 from gt_trainer.dry_run.numbers_as_text import GIB
-from gt_trainer.report.plot import Axis, linear_axis, plot
+from gt_trainer.plot import Axis, linear_axis, plot
 
 _COLOURS = {
     "parameters and buffers": "#2f6fd0",

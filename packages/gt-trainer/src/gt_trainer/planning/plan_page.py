@@ -10,7 +10,7 @@ from gt_trainer.planning.memory_chart import capacity_words, memory_axis, memory
 from gt_trainer.planning.plan_answer import PlanAnswer, binding, ranking_changes, why_slower
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
 from gt_trainer.planning.scaling_chart import scaling_chart
-from gt_trainer.report.plot import PLOT_STYLE, Dot, linear_axis, plot, polyline
+from gt_trainer.plot import PLOT_STYLE, Dot, linear_axis, plot, polyline
 
 _MOST_ROWS = 10
 

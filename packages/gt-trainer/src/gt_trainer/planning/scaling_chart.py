@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gt_trainer.planning.scaling_curve import ScalingPoint
-from gt_trainer.report.plot import Axis, Dot, linear_axis, plot, polyline
+from gt_trainer.plot import Axis, Dot, linear_axis, plot, polyline
 
 _STYLES = {True: "growing", False: "fixed"}
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from gt_trainer.report.plot import Axis, plot, polyline, round_ticks
+from gt_trainer.plot import Axis, plot, polyline, round_ticks
 
 _MOST_POINTS = 1000
 

@@ -8,9 +8,9 @@ from html import escape
 from typing import Any
 from urllib.parse import quote
 
+from gt_trainer.plot import PLOT_STYLE
 from gt_trainer.report.dump_folder import RunRecord
 from gt_trainer.report.line_chart import Point, line_chart
-from gt_trainer.report.plot import PLOT_STYLE
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #2f6fd0; --faint: #8884 }

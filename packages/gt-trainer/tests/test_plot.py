@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from gt_trainer.report.plot import Axis, Dot, linear_axis, plot, polyline, round_ticks
+from gt_trainer.plot import Axis, Dot, linear_axis, plot, polyline, round_ticks
 
 
 @pytest.mark.parametrize(
