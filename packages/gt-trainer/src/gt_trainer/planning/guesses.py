@@ -22,8 +22,15 @@ if TYPE_CHECKING:
 _BESIDE_PRODUCTS = 1.12
 """All operators, over matrix products and attention."""
 
-_KEPT_WIDTHS = {"save_all": 3.2, "selective": 1.2, "selective_alternate": 0.75}
-"""Bytes kept for a token, over those of all products' results."""
+_ALL_KEPT = 2.6
+"""What is kept if everything is, over all products' results. As the next two, of captured layers of
+Llama 3 8B and DeepSeek-V3 16B."""
+
+_ALTERNATE_DROPS = 0.43
+"""Of the results of dense products, what is computed again if every second one is."""
+
+_LAST_PRODUCT_BYTES = 10
+"""For each weight of the projection to logits, while its gradient is made: both, and their sums."""
 
 _EXPOSED_EXCHANGES = {False: 1.0, True: 0.4}
 """Of token exchanges, without EP overlap and with it."""
@@ -93,17 +100,23 @@ def guessed_bytes(
     tokens = recipe.microbatch * model.seq_len / (recipe.tp * recipe.cp)
     ranks = (layout.of_rank(rank) for rank in range(len(layout.by_rank)))
     stages = max(ranks, key=lambda each: sum(stage.layers.outputs_width for stage in each))
-    kept = tokens * sum(_kept_bytes(recipe, model, stage) for stage in stages)
-    whole = 0.0
+    kept = tokens * sum(_kept_bytes(recipe.memory_policy, model, stage) for stage in stages)
+    again = tokens * max(_again_bytes(recipe.memory_policy, model, stage) for stage in stages)
+    dense = sum(stage.dense_parameters for stage in stages) / recipe.tp
+    experts = sum(stage.layers.expert_parameters for stage in stages) / recipe.ep
     if recipe.pp > 1 or recipe.reduces_once:  # gathered parameters, and sums of whole gradients
-        dense = sum(stage.dense_parameters for stage in stages)
-        experts = sum(stage.layers.expert_parameters for stage in stages)
-        whole = (dense / recipe.tp + experts / recipe.ep) * (model.activation_bytes + 4)
+        whole = (dense + experts) * (model.activation_bytes + 4)
         whole *= 1 + 2 / 3 / len(stages)  # what the backward of one stage has just made
-    elif recipe.num_microbatches > 1:
-        state += bound.state_bytes / 3
+    else:
+        # Gathered once where everything is kept; else two layers at a time.
+        at_once = 1.0 if recipe.memory_policy == "save_all" else 2 / len(model.layers)
+        whole = (dense + experts) * model.activation_bytes * at_once
+        # The loss comes before any layer is computed again.
+        again = max(again, _LAST_PRODUCT_BYTES * model.output_products / recipe.tp)
+        if recipe.num_microbatches > 1:
+            state += bound.state_bytes / 3
     ends = 8 * tokens * model.dim * model.activation_bytes
-    return state + kept * _in_flight(recipe, len(stages)) + whole + ends
+    return state + kept * _in_flight(recipe, len(stages)) + again + whole + ends
 
 
 def order(guess_us: float, guess_bytes: float, hardware: Hardware) -> float:
@@ -112,12 +125,27 @@ def order(guess_us: float, guess_bytes: float, hardware: Hardware) -> float:
     return guess_us * (1.0 if over <= 1 else 2.0 * over)
 
 
-def _kept_bytes(recipe: RunRecipe, model: ModelCounts, stage: StageParts) -> float:
-    """For one token of one microbatch."""
-    width = _KEPT_WIDTHS.get(recipe.memory_policy)
-    if width is None:
-        return stage.num_layers * model.dim * model.activation_bytes
-    return width * stage.layers.outputs_width * model.activation_bytes
+def _again_bytes(policy: str, model: ModelCounts, stage: StageParts) -> float:
+    """For one token, what one layer has when it has been computed again, beyond what it kept."""
+    more = _kept_bytes("save_all", model, stage) - _kept_bytes(policy, model, stage)
+    return more / max(1, stage.num_layers)
+
+
+def _kept_bytes(policy: str, model: ModelCounts, stage: StageParts) -> float:
+    """For one token of one microbatch.
+
+    A selective policy keeps results of products and attention, and tokens sent to experts.
+    """
+    layers = stage.layers
+    if policy == "save_all":
+        width = _ALL_KEPT * layers.outputs_width
+    elif policy == "full_recompute":
+        width = float(stage.num_layers * model.dim)
+    else:
+        width = layers.outputs_width + layers.attention_width + layers.sent_copies * model.dim
+        if policy == "selective_alternate":
+            width -= _ALTERNATE_DROPS * (layers.outputs_width - layers.expert_outputs_width)
+    return width * model.activation_bytes
 
 
 def _in_flight(recipe: RunRecipe, stages_per_rank: int) -> float:

@@ -81,6 +81,9 @@ class SearchedPlan:
 
 @dataclass(slots=True)
 class _Found:
+    least_bytes: Sequence[int] = ()
+    """That each candidate holds by its bounds."""
+
     outcomes: list[Outcomes] = field(default_factory=list)
     refusals: Counter[str] = field(default_factory=Counter)
     failures: list[Unsimulated] = field(default_factory=list)
@@ -117,7 +120,7 @@ def search_plan(
     begin = time.monotonic()
     bounded = list(bounded_candidates(candidates(request, model), model, machines))
     frontier = Frontier(each for each, _ in bounded)
-    found = _Found()
+    found = _Found(least_bytes=[bound.peak_bytes for _, bound in bounded])
     with intended_for("cuda"):
         until = begin + seconds
         batches = _batches(frontier, base, asked, found, until, enough)
@@ -235,6 +238,7 @@ def _take_results(
     for (number, _), result in zip(batch, results, strict=True):
         if not isinstance(result, Unsimulated):
             try:
+                _check_memory(result[0], found.least_bytes[number])
                 frontier.record(number, [o.step_us if o.fits else math.inf for o in result])
             except WrongBoundError as error:
                 reason = f"its bounds were wrong: {error}"
@@ -252,6 +256,13 @@ def _take_results(
         else:
             found.failures.append(result)
             tell(f"failed: {result.recipe}: {result.reason}")
+
+
+def _check_memory(outcome: RecipeOutcome, least_bytes: int) -> None:
+    if outcome.peak_bytes < least_bytes:
+        raise WrongBoundError(
+            f"{outcome.recipe} holds {outcome.peak_bytes:,} bytes, and its bound is {least_bytes:,}"
+        )
 
 
 def _line(outcome: RecipeOutcome) -> str:
