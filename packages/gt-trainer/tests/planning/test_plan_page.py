@@ -2,6 +2,8 @@
 
 from html.parser import HTMLParser
 
+import pytest
+from headless_browser import BROWSER, complaints
 from planning.outcomes import outcome, report, scaling
 
 from gt_trainer.planning.plan_page import pareto_front, plan_page
@@ -44,6 +46,22 @@ def test_the_page_is_well_formed_and_asks_for_nothing():
     asked = [attrs for _, attrs in parsed.tags if "src" in attrs or attrs.get("rel")]
     assert asked == []
     assert not any(tag in ("script", "link", "iframe") for tag, _ in parsed.tags)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_a_browser_complains_about_nothing_and_asks_nobody(tmp_path):
+    path = tmp_path / "plan.html"
+    path.write_text(_page())
+    assert complaints(path) == []
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_errors_of_scripts_and_requests_are_found(tmp_path):
+    path = tmp_path / "bad.html"
+    path.write_text("<html><img src='http://example.org/a.png'><script>nothing()</script></html>")
+    error, request = complaints(path)
+    assert "nothing is not defined" in error
+    assert request == "http://example.org/a.png"
 
 
 def test_the_page_fits_a_phone_and_a_dark_room():
