@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 
 PLOT_STYLE = """
-.plot { position: relative; height: 17rem; margin: .3rem 1rem 1.7rem 3.4rem }
+.plot { position: relative; height: 17rem; margin: .7rem 1rem 1.7rem 3.4rem }
 .plot svg { position: absolute; inset: 0; width: 100%; height: 100%; overflow: visible }
 .plot path, .plot polyline, .plot line { vector-effect: non-scaling-stroke }
 .plot span { position: absolute; font-size: .8rem; white-space: nowrap; opacity: .8 }

@@ -57,7 +57,7 @@ def guessed_us(
         * layers
         * ring_us(activations * recipe.cp / recipe.tp / 4, recipe.cp, recipe.tp, hardware)
     )
-    computing = bound.compute_us * _BESIDE_PRODUCTS + bound.bubble_us
+    computing = bound.compute_us * _BESIDE_PRODUCTS + _bubble_us(recipe, bound)
     if recipe.pp > 1 or recipe.ep > 1 or recipe.reduces_once:  # nobody records those steps
         launches = _KERNELS * layers * recipe.num_microbatches
         computing = max(computing, launches * hardware.host_kernel_us)
@@ -73,6 +73,14 @@ def guessed_us(
     )
     total = computing + tensor_us + context_us + exchanges + replicas_us
     return total + max(0.0, hidden - computing) + bound.optimizer_us
+
+
+def _bubble_us(recipe: RunRecipe, bound: StepBound) -> float:
+    """A rank waits for a microbatch on each of the others, and for less where halves fill it."""
+    stages_per_rank = 1 if recipe.schedule == "1F1B" else 2
+    of_one_us = bound.compute_us / recipe.num_microbatches / stages_per_rank
+    is_filled = recipe.schedule in SPLIT_BACKWARDS and recipe.num_microbatches >= 2 * recipe.pp
+    return max(bound.bubble_us, (recipe.pp - 1) * of_one_us / (3 if is_filled else 1))
 
 
 def _latencies_us(recipe: RunRecipe, layers: float, hardware: Hardware) -> float:

@@ -17,7 +17,7 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { --line: #7fb0ff } }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 76rem; padding: 1rem }
 h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
-.charts { display: grid; gap: 1rem 2rem;
+.charts { display: grid; gap: 1rem 2rem; margin-top: 1.5rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)) }
 figcaption { font-weight: 600 }
 polyline { fill: none; stroke: var(--line); stroke-width: 1.6; stroke-linecap: round }
