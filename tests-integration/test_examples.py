@@ -25,6 +25,7 @@ from gt_trainer.report.page import report_page
 OURS = {"gt_config", "gt_trace", "gt_passes", "gt_autoparallel", "gt_pipeline"}
 ALLOWED = {"torch", "transformers", *OURS, *sys.stdlib_module_names}
 OF_TORCHTITAN = "torchtitan_trainer.py"
+OF_THE_PLANNER = "planned_module.py"
 LLAMA = "hugging_face_llama.py"
 
 
@@ -118,6 +119,19 @@ def test_a_memory_policy_of_ones_own_takes_less_memory_and_keeps_every_bit():
     assert peaks["recompute all"] < peaks["of our own"] < peaks["save all"]
 
 
+def test_an_unmodified_llama_is_planned_on_ranks_that_are_not_there():
+    printed = run_example(OF_THE_PLANNER, num_processes=1)
+    assert "12 simulated, of which 0 do not fit; 0 without room" in printed
+    rows = re.findall(r"(\S+)GiB .* {2}(.*) \| 1 x 4 seq (\w+)$", printed, re.MULTILINE)
+    held = {(sharding, policy): float(gib) for gib, sharding, policy in rows}
+    policies = ("full_recompute", "selective_alternate", "selective", "save_all")
+    in_order = [held["dp_shard 64", policy] for policy in policies]
+    assert in_order == sorted(in_order)
+    assert held["dp_shard 64", "selective"] < held["dp_replicate 64", "selective"]
+    assert the_only(r"fastest: shard\(model, mesh, mode='(\w+)'\)", printed) == "shard"
+    assert "bucket-all-gathers" in the_only(r"passes: (.*)", printed)
+
+
 def test_experts_of_ones_own_exchange_tokens_behind_computation():
     printed = run_example("overlapped_experts.py", num_processes=2)
     assert re.search(r"schedule-ep-overlap .* windows_interleaved 4", printed)
@@ -185,7 +199,8 @@ def test_they_import_torch_transformers_and_packages_of_ours_alone(path: Path):
             else []
         )
     }
-    allowed = {*ALLOWED, *({"torchtitan", "gt_trainer"} if path.name == OF_TORCHTITAN else ())}
+    further = {OF_TORCHTITAN: {"torchtitan", "gt_trainer"}, OF_THE_PLANNER: {"gt_trainer"}}
+    allowed = ALLOWED | further.get(path.name, set())
     assert imported <= allowed
     assert not {"gt_autoparallel", "gt_pipeline"} <= imported
 

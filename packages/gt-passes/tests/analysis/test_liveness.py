@@ -38,6 +38,11 @@ def test_kinds_add_up_to_the_peak():
     assert profile.bytes_by_kind["arguments"] == argument_bytes
     assert profile.bytes_by_kind["saved for backward"] > profile.peak_bytes / 2
     assert profile.peak_bytes == estimate_peak_bytes(captured.graph_module)
+    over_nodes = profile.live_bytes_by_kind
+    assert set(over_nodes["static inputs"]) == {parameter_bytes}
+    saved = over_nodes["saved for backward"]
+    assert (saved[0], saved[-1]) == (0, 0)
+    assert max(saved) >= profile.bytes_by_kind["saved for backward"]
 
 
 def live(graph_module: GraphModule, *inputs: torch.Tensor) -> list[int]:

@@ -55,6 +55,10 @@ def test_the_peak_is_the_sum_of_its_parts(name: str, rank: int) -> None:
     found = peak(name, rank, stage)
     assert sum(found.bytes_by_part.values()) == found.peak_bytes
     assert tuple(found.bytes_by_part) == MEMORY_PARTS
+    assert found.peak_bytes == max(each.num_bytes for each in found.moments)
+    first, *_, last = found.moments
+    assert str(first.action).startswith(f"{rank}U")
+    assert last.action is None
     num_stages = 1 if name in ("GPipe", "1F1B") else 2
     assert found.bytes_by_part["parameters and buffers"] == 1000 * num_stages
     assert found.bytes_by_part["optimizer state"] == 2 * 800 * num_stages

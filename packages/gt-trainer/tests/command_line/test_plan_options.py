@@ -25,6 +25,8 @@ def test_reads_what_a_plan_was_asked(tmp_path):
             "2.5",
             "--what-if",
             "nic=800,memory=141",
+            "--scaling",
+            "5",
             "--page",
             str(page),
         ]
@@ -35,6 +37,7 @@ def test_reads_what_a_plan_was_asked(tmp_path):
     assert command.plan.global_batch_tokens == 16_777_216
     assert command.plan.minutes == 2.5
     assert command.plan.what_if == {"nic": 800.0, "memory": 141.0}
+    assert command.plan.scaling_minutes == 5.0
     assert command.plan.page == Path(page)
 
 

@@ -16,7 +16,7 @@ from torchtitan.distributed import utils as dist_utils
 from gt_passes.simulation import h100_sxm, optimizer_step_us
 from gt_trace import trace_step
 from gt_trace.fsdp import shard
-from gt_trainer.dry_run.simulated_run import SimulatedRun, simulate_run
+from gt_trainer.dry_run.simulated_run import SimulatedRun, group_labels, simulate_run
 from gt_trainer.dry_run.step_facts import StepFacts
 
 WORLD_SIZE = 8
@@ -62,7 +62,7 @@ def traced():
 
 def run(traced, facts: StepFacts = FACTS, **options: object) -> SimulatedRun:
     step, dims = traced
-    return simulate_run(step, facts, parallel_dims=dims, **options)
+    return simulate_run(step, facts, labels=group_labels(dims), **options)
 
 
 def test_a_step_is_its_graph_and_its_optimizer(traced):
@@ -79,6 +79,8 @@ def test_microbatches_run_the_graph_again_and_keep_gradients(traced):
     twice = run(traced, replace(FACTS, num_microbatches=2, tokens=2 * FACTS.tokens))
     assert twice.step_us == pytest.approx(2 * once.step_us - once.optimizer_us)
     assert twice.peak_bytes == once.peak_bytes + FACTS.parameter_bytes_per_rank
+    assert twice.memory_by_kind["accumulated gradients"] == FACTS.parameter_bytes_per_rank
+    assert sum(twice.memory_by_kind.values()) == twice.peak_bytes
     assert "2 microbatches, " in str(twice)
     counts = {total.purpose: total.count for total in once.by_purpose}
     assert {total.purpose: total.count for total in twice.by_purpose} == {

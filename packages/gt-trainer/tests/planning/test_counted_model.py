@@ -31,6 +31,7 @@ def test_layers_have_what_their_configuration_says():
     assert dense.layers[0].repeated_dense < dense.layers[0].dense_products
     of_experts = sparse.layers[-1]
     assert (sparse.num_experts, of_experts.sent_copies) == (8, 3.0)
+    assert 0 < of_experts.expert_outputs_width < of_experts.outputs_width
     assert of_experts.expert_products == of_experts.expert_parameters * 3 / 8
 
 

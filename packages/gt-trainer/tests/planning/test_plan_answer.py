@@ -122,3 +122,10 @@ def test_a_plan_without_one_says_why_in_a_sentence():
 def test_the_answer_says_where_the_ranks_of_each_axis_are():
     text = str(report((outcome(8),)))
     assert "  ranks            fsdp 8: neighbors, all over NVLink" in text
+
+
+def test_what_nothing_else_explains_waits_for_the_host():
+    waiting = outcome(8, computing_us=500_000.0)
+    assert binding(waiting) == (
+        "50% of the step computes; most of the rest: 30.0% waiting for the host"
+    )

@@ -2,11 +2,13 @@
 
 from html.parser import HTMLParser
 
-from planning.outcomes import outcome, report
+import pytest
+from headless_browser import BROWSER, complaints
+from planning.outcomes import outcome, report, scaling
 
 from gt_trainer.planning.plan_page import pareto_front, plan_page
 
-_VOID = {"meta", "br", "line", "circle", "polyline"}
+_VOID = {"meta", "br", "line", "polyline", "path"}
 
 
 class _Balanced(HTMLParser):
@@ -31,7 +33,7 @@ class _Balanced(HTMLParser):
 
 def _page():
     outcomes = [(outcome(8),), (outcome(4, ms=1250.0, gib=30),), (outcome(2, ms=800.0, gib=90),)]
-    return plan_page(report(*outcomes), beside=[("a trace", "plan.trace.json")])
+    return plan_page(report(*outcomes, scaling=scaling()), beside=[("a trace", "plan.trace.json")])
 
 
 def test_the_page_is_well_formed_and_asks_for_nothing():
@@ -46,6 +48,22 @@ def test_the_page_is_well_formed_and_asks_for_nothing():
     assert not any(tag in ("script", "link", "iframe") for tag, _ in parsed.tags)
 
 
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_a_browser_complains_about_nothing_and_asks_nobody(tmp_path):
+    path = tmp_path / "plan.html"
+    path.write_text(_page())
+    assert complaints(path) == []
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_errors_of_scripts_and_requests_are_found(tmp_path):
+    path = tmp_path / "bad.html"
+    path.write_text("<html><img src='http://example.org/a.png'><script>nothing()</script></html>")
+    error, request = complaints(path)
+    assert "nothing is not defined" in error
+    assert request == "http://example.org/a.png"
+
+
 def test_the_page_fits_a_phone_and_a_dark_room():
     page = _page()
     assert '<meta name="viewport" content="width=device-width, initial-scale=1"/>' in page
@@ -56,10 +74,20 @@ def test_the_page_says_what_fits_what_is_fastest_and_what_limits_it():
     page = _page()
     assert "<strong>Fastest:</strong> dp_shard 8 | 1 x 1 seq selective: 1.00 s a step" in page
     assert "<strong>What limits it:</strong> 80% of the step computes" in page
-    assert page.count('class="fits"') == 1
-    assert page.count('class="best"') == 1
-    assert page.count('class="over"') == 1
+    assert [page.count(f'class="dot {kind}"') for kind in ("fits", "best", "over")] == [1, 1, 1]
     assert 'href="plan.trace.json"' in page
+
+
+def test_the_page_draws_memory_over_the_step_and_other_numbers_of_gpus():
+    page = _page()
+    assert 'aria-label="memory over the step"' in page
+    assert 'aria-label="tokens a second of each GPU by number of GPUs"' in page
+
+
+def test_a_limit_far_above_what_is_drawn_is_told_in_words():
+    page = plan_page(report((outcome(8, gib=1),)))
+    assert "a GPU has 74 GiB, far above" in page
+    assert 'class="limit"' not in page
 
 
 def test_a_plan_without_a_recipe_that_fits_has_a_page_too():

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from headless_browser import BROWSER, complaints
 
 from gt_trainer.report.dump_folder import LinkedFile, RunRecord
 from gt_trainer.report.page import report_page
@@ -135,3 +136,10 @@ def test_it_links_to_files_beside_it_and_loads_nothing():
 )
 def test_it_follows_the_screen(rule: str):
     assert rule in report_page(run())
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_a_browser_complains_about_nothing_and_asks_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(report_page(run()), encoding="utf-8")
+    assert complaints(path) == []

@@ -18,7 +18,7 @@ loses between blocks; ``block_bytes`` rounds every storage up as the CUDA alloca
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, get_args
@@ -67,11 +67,9 @@ class MemoryProfile:
     peak_node: str
     """Name of the first node at which that is so."""
 
-    bytes_by_kind: Mapping[MemoryKind, int]
-    """What is held at the peak; the values add up to ``peak_bytes``."""
-
-    live_bytes: tuple[int, ...]
-    """Bytes held while each node runs, in execution order: its arguments and its result too."""
+    live_bytes_by_kind: Mapping[MemoryKind, tuple[int, ...]]
+    """Bytes held for each reason while each node runs, in execution order: its arguments and its
+    result too."""
 
     host_live_bytes: tuple[int, ...]
     """The same for host memory, where that is not where the graph computes. Tensors that were
@@ -79,6 +77,18 @@ class MemoryProfile:
 
     num_unsized: int
     """Storages whose size depends on data, that count as nothing."""
+
+    @property
+    def live_bytes(self) -> tuple[int, ...]:
+        """Bytes of all kinds, held while each node runs."""
+        return tuple(map(sum, zip(*self.live_bytes_by_kind.values(), strict=True)))
+
+    @property
+    def bytes_by_kind(self) -> dict[MemoryKind, int]:
+        """What is held at the peak; the values add up to ``peak_bytes``."""
+        live = self.live_bytes
+        at = live.index(self.peak_bytes) if live else 0
+        return {kind: held[at] if held else 0 for kind, held in self.live_bytes_by_kind.items()}
 
     @property
     def host_peak_bytes(self) -> int:
@@ -185,7 +195,11 @@ class _Liveness:
         self._on_host = [self._is_on_host(storage) for storage in range(len(storages.num_bytes))]
 
     def peak_bytes(self, makers: frozenset[Node] | None = None) -> int:
-        return max(self._live_curve(on_host=False, makers=makers), default=0)
+        counted = (
+            not on_host and (makers is None or maker in makers)
+            for on_host, maker in zip(self._on_host, self._storages.maker, strict=True)
+        )
+        return max(self._live_curve(counted), default=0)
 
     def saved_bytes(self) -> int:
         """What the forward leaves for the backward, of the device where the graph computes."""
@@ -198,7 +212,16 @@ class _Liveness:
         )
 
     def profile(self) -> MemoryProfile:
-        live = self._live_curve(on_host=False)
+        kinds = self._kinds()
+
+        def live_of(kind: MemoryKind) -> tuple[int, ...]:
+            of_kind = zip(kinds, self._on_host, strict=True)
+            return tuple(
+                self._live_curve(each == kind and not on_host for each, on_host in of_kind)
+            )
+
+        by_kind = {kind: live_of(kind) for kind in MEMORY_KINDS}
+        live = list(map(sum, zip(*by_kind.values(), strict=True)))
         peak_bytes = max(live, default=0)
         at = live.index(peak_bytes) if live else 0
         nodes = self._storages.nodes
@@ -206,9 +229,8 @@ class _Liveness:
             device_type=self._compute_device,
             peak_bytes=peak_bytes,
             peak_node=nodes[at].name if nodes else "",
-            bytes_by_kind=self._bytes_by_kind(at),
-            live_bytes=tuple(live),
-            host_live_bytes=tuple(self._live_curve(on_host=True)),
+            live_bytes_by_kind=by_kind,
+            host_live_bytes=tuple(self._live_curve(self._on_host)),
             num_unsized=self._storages.num_unsized,
         )
 
@@ -256,28 +278,16 @@ class _Liveness:
             return True
         return is_copy_to_host(self._storages.maker[storage])
 
-    def _live_curve(self, *, on_host: bool, makers: frozenset[Node] | None = None) -> list[int]:
+    def _live_curve(self, counted: Iterable[bool]) -> list[int]:
+        """Bytes that are alive at each node, of those storages that count."""
         change = [0] * (len(self._storages.nodes) + 1)
-        for num_bytes, birth, death, host, maker in zip(
-            self._storages.num_bytes,
-            self._birth,
-            self._death,
-            self._on_host,
-            self._storages.maker,
-            strict=True,
+        for num_bytes, birth, death, counts in zip(
+            self._storages.num_bytes, self._birth, self._death, counted, strict=True
         ):
-            if host is on_host and (makers is None or maker in makers):
+            if counts:
                 change[birth] += num_bytes
                 change[death + 1] -= num_bytes
         return list(itertools.accumulate(change[:-1]))
-
-    def _bytes_by_kind(self, at: int) -> dict[MemoryKind, int]:
-        totals: dict[MemoryKind, int] = dict.fromkeys(MEMORY_KINDS, 0)
-        for storage, kind in enumerate(self._kinds()):
-            alive = self._birth[storage] <= at <= self._death[storage]
-            if alive and not self._on_host[storage]:
-                totals[kind] += self._storages.num_bytes[storage]
-        return totals
 
     def _kinds(self) -> list[MemoryKind]:
         makers = self._storages.maker

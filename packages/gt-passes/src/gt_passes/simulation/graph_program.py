@@ -41,6 +41,9 @@ class GraphRun:
     nodes: tuple[Node, ...]
     """The node of each task."""
 
+    graph_nodes: tuple[Node, ...]
+    """The same, but of a task inside of a region the node that calls the region."""
+
     costs: tuple[OpCost, ...]
     """The cost of each task."""
 
@@ -69,7 +72,7 @@ class GraphProgram:
             if isinstance(step, _Alias):
                 lowering.alias(step.node, step.stands_for)
             else:
-                lowering.add(step.node, step.cost(cost_model, costs))
+                lowering.add(step.node, step.graph_node, step.cost(cost_model, costs))
         hardware = cost_model.hardware
         replayed = cost_model.host == "cuda_graph"
         timeline = schedule(
@@ -77,27 +80,43 @@ class GraphProgram:
             launch_latency_us=0.0 if replayed else hardware.launch_latency_us,
             sync_us=hardware.host_sync_us,
         )
-        return GraphRun(timeline=timeline, nodes=tuple(lowering.nodes), costs=tuple(lowering.costs))
+        return GraphRun(
+            timeline=timeline,
+            nodes=tuple(lowering.nodes),
+            graph_nodes=tuple(lowering.graph_nodes),
+            costs=tuple(lowering.costs),
+        )
 
-    def _read(self, graph_module: GraphModule, cost_model: CostModel, launch: _Launch) -> None:
+    def _read(
+        self,
+        graph_module: GraphModule,
+        cost_model: CostModel,
+        launch: _Launch,
+        inside: Node | None = None,
+    ) -> None:
         for node in graph_module.graph.nodes:
             region = region_of(node)
             if region is None:
-                self._add(node, cost_model, launch)
+                self._add(node, inside or node, cost_model, launch)
             else:
-                self._read_region(node, region, cost_model, launch)
+                self._read_region(node, inside or node, region, cost_model, launch)
 
     def _read_region(
-        self, call: Node, region: OutlinedRegion, cost_model: CostModel, launch: _Launch
+        self,
+        call: Node,
+        outermost: Node,
+        region: OutlinedRegion,
+        cost_model: CostModel,
+        launch: _Launch,
     ) -> None:
         placeholders = region.body.graph.find_nodes(op="placeholder")
         self._steps += map(_Alias, placeholders, region_inputs(call))
         if isinstance(region.runner, ReplayedPiece):
-            self._steps.append(_Step(call, None, 0, "replay"))
-            self._read(region.body, cost_model, "replayed")
+            self._steps.append(_Step(call, outermost, None, 0, "replay"))
+            self._read(region.body, cost_model, "replayed", outermost)
         else:
             for kernel in compiled_kernels(region.body, cost_model, self._reader):
-                self._add(kernel, cost_model, launch)
+                self._add(kernel, outermost, cost_model, launch)
         (output,) = region.body.graph.find_nodes(op="output")
         (results,) = output.args
         assert isinstance(results, (tuple, list))  # OutlinedRegion asks for it
@@ -107,13 +126,16 @@ class GraphProgram:
             if isinstance(result, Node):
                 self._steps.append(_Alias(item, result))
 
-    def _add(self, kernel: Node | FusedKernel, cost_model: CostModel, launch: _Launch) -> None:
+    def _add(
+        self, kernel: Node | FusedKernel, graph_node: Node, cost_model: CostModel, launch: _Launch
+    ) -> None:
         if isinstance(kernel, FusedKernel):
-            self._steps.append(_Step(kernel.node, None, kernel.moved_bytes, launch))
+            step = _Step(kernel.node, graph_node, None, kernel.moved_bytes, launch)
+            self._steps.append(step)
         elif kernel.op == "call_function":
             key = cost_model.key(kernel, self._reader)
             priced = self._priced.setdefault(key, _Priced(key, kernel, len(self._priced)))
-            self._steps.append(_Step(kernel, priced.number, 0, launch))
+            self._steps.append(_Step(kernel, graph_node, priced.number, 0, launch))
 
 
 class _Alias(NamedTuple):
@@ -135,6 +157,9 @@ class _Step(NamedTuple):
     """One kernel, or the start of a CUDA graph."""
 
     node: Node
+    graph_node: Node
+    """As in ``GraphRun.graph_nodes``."""
+
     number: int | None
     """Of its price; None for a fused kernel, whose bytes are its price."""
 
@@ -156,6 +181,7 @@ class _Lowering:
     def __init__(self) -> None:
         self.tasks: list[Task] = []
         self.nodes: list[Node] = []
+        self.graph_nodes: list[Node] = []
         self.costs: list[OpCost] = []
         self._launched: dict[Node, int] = {}
         """From a collective or copy, and what is taken out of its results, to its task."""
@@ -172,7 +198,13 @@ class _Lowering:
         if stands_for in self._launched:
             self._launched[node] = self._launched[stands_for]
 
-    def add(self, node: Node, cost: OpCost) -> None:
+    def add(self, node: Node, graph_node: Node, cost: OpCost) -> None:
+        """Make the task of a node, if it is one."""
+        num_tasks = len(self.tasks)
+        self._add(node, cost)
+        self.graph_nodes += [graph_node] * (len(self.tasks) - num_tasks)
+
+    def _add(self, node: Node, cost: OpCost) -> None:
         if cost.kind == "none":
             self._pass_on(node)
         elif cost.kind == "view":

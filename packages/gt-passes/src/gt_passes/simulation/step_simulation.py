@@ -5,6 +5,7 @@ Everything here is simulated, and every text that comes out of it says so.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -115,6 +116,9 @@ class StepSimulation:
     memory: MemoryProfile
     """Estimated, of the graph alone: an optimizer's state outside it is not in it."""
 
+    memory_at_us: tuple[float, ...]
+    """When each of the nodes runs for which ``memory`` tells what is held."""
+
     @property
     def by_purpose(self) -> tuple[PurposeTotal, ...]:
         """Collectives by purpose, the most exposed first."""
@@ -212,6 +216,7 @@ def simulate_step(
     guesses = Counter(
         str(node.target) for node, cost in zip(run.nodes, run.costs, strict=True) if cost.is_guess
     )
+    with_memory = _graph_with_memory(graph_module)
     return StepSimulation(
         hardware=cost_model.hardware,
         run=run,
@@ -227,14 +232,27 @@ def simulate_step(
         guesses=MappingProxyType(dict(guesses)),
         assumed_symbols=cost_model.sizes.assumed_symbols,
         memory=estimate_memory(
-            _graph_with_memory(graph_module),
+            with_memory,
             num_static_inputs=num_static_inputs,
             released_inputs=released_inputs,
             input_kinds=input_kinds,
             block_bytes=_ALLOCATION_BYTES,
             symbol_sizes=cost_model.sizes.sizes,
         ),
+        memory_at_us=_times_of_nodes(with_memory, run),
     )
+
+
+def _times_of_nodes(graph_module: GraphModule, run: GraphRun) -> tuple[float, ...]:
+    """When the compute stream comes to each node; what is no task goes with the one before it."""
+    starts: dict[Node, float] = {}
+    timeline = run.timeline
+    for nodes in (run.graph_nodes, run.nodes):
+        for node, task, start in zip(nodes, timeline.tasks, timeline.start_us, strict=True):
+            if task.stream == COMPUTE_STREAM:
+                starts.setdefault(node, start)
+    in_order = (starts.get(node, 0.0) for node in graph_module.graph.nodes)
+    return tuple(itertools.accumulate(in_order, max))
 
 
 def _graph_with_memory(graph_module: GraphModule) -> GraphModule:

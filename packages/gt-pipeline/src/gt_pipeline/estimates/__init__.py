@@ -18,11 +18,17 @@ from gt_pipeline.estimates.balanced_division import (
 from gt_pipeline.estimates.joined_memory import joined_memory, memory_of_one, overlapped_memory
 from gt_pipeline.estimates.pipeline_time import PipelineTime, pipeline_time
 from gt_pipeline.estimates.priced_stages import PricedStages, symbol_sizes_of
-from gt_pipeline.estimates.rank_memory import MEMORY_PARTS, RankMemory, rank_memory
+from gt_pipeline.estimates.rank_memory import (
+    MEMORY_PARTS,
+    MemoryPart,
+    RankMemory,
+    rank_memory,
+)
 
 __all__ = [
     "MEMORY_PARTS",
     "ActionMemory",
+    "MemoryPart",
     "PipelineTime",
     "PipelineUnits",
     "PricedStages",

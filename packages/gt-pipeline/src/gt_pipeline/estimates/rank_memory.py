@@ -1,4 +1,4 @@
-"""The most memory that a rank of a pipeline holds in a step, and for what.
+"""What memory a rank of a pipeline holds over a step, the most of it, and for what.
 
 Its list of actions is walked as it runs: what stages hold between actions is added and dropped
 where the actions do it, and each action's own peak comes on top.
@@ -39,19 +39,49 @@ MEMORY_PARTS: tuple[MemoryPart, ...] = get_args(MemoryPart)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankMemory:
-    """The peak of one rank."""
+class RankMoment:
+    """What a rank holds at the most while one action runs."""
 
-    rank: int
-    peak_bytes: int
     action: Action | None
-    """The action that runs at the peak; None for the optimizer."""
+    """None for the optimizer."""
 
     bytes_by_part: Mapping[MemoryPart, int]
-    """What is held at the peak; the values add up to ``peak_bytes``."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all parts."""
+        return sum(self.bytes_by_part.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """The peak of one rank, and how it comes to it."""
+
+    rank: int
+    moments: tuple[RankMoment, ...]
+    """Of each computation, UNSHARD and REDUCE_GRAD in the order of its list; then, as reductions
+    are waited for, of each REDUCE_GRAD again; then of the optimizer."""
+
+    peak: RankMoment
+    """The first at which most is held."""
 
     peak_live: int
     """The most chunks that are saved at once: one for each microbatch of each of its stages."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that it holds."""
+        return self.peak.num_bytes
+
+    @property
+    def action(self) -> Action | None:
+        """The action that runs at the peak; None for the optimizer."""
+        return self.peak.action
+
+    @property
+    def bytes_by_part(self) -> Mapping[MemoryPart, int]:
+        """What is held at the peak; the values add up to ``peak_bytes``."""
+        return self.peak.bytes_by_part
 
 
 def rank_memory(
@@ -113,16 +143,12 @@ class _Walk:
         self._live = 0
         self._peak_live = 0
         self._waiting: dict[Product, int] = {}
-        self._peak = -1
-        self._at: Action | None = None
-        self._parts: dict[MemoryPart, int] = {}
+        self._moments: list[RankMoment] = []
 
     def reach(self, extra_bytes: int, action: Action | None) -> None:
         """Note what is held with this much on top."""
-        total = sum(self._held.values()) + extra_bytes
-        if total > self._peak:
-            self._peak, self._at = total, action
-            self._parts = {**self._held, "running action": extra_bytes}
+        held: dict[MemoryPart, int] = {**self._held, "running action": extra_bytes}
+        self._moments.append(RankMoment(action=action, bytes_by_part=held))
 
     def after(self, action: Action) -> None:
         """What is held differently when an action has run."""
@@ -157,9 +183,8 @@ class _Walk:
     def result(self) -> RankMemory:
         return RankMemory(
             rank=self._rank,
-            peak_bytes=self._peak,
-            action=self._at,
-            bytes_by_part=self._parts,
+            moments=tuple(self._moments),
+            peak=max(self._moments, key=lambda moment: moment.num_bytes),
             peak_live=self._peak_live,
         )
 

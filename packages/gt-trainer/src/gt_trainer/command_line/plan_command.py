@@ -55,6 +55,7 @@ def asked_plan(
             num_gpus=options.gpus or INTENDED_WORLD_SIZE.get(command.config, 1),
             global_batch_tokens=options.global_batch_tokens,
             minutes=options.minutes,
+            scaling_minutes=options.scaling_minutes,
             what_if=options.what_if,
             fixed=values,
             further=further,

@@ -13,6 +13,7 @@ PLAN_OPTIONS = (
     "--global-batch-tokens",
     "--minutes",
     "--what-if",
+    "--scaling",
     "--page",
 )
 _RELAXABLE = ("nic", "memory")
@@ -31,6 +32,9 @@ class PlanOptions:
 
     minutes: float = 10.0
     what_if: Mapping[str, float] = field(default_factory=dict)
+    scaling_minutes: float | None = None
+    """For other numbers of GPUs; None looks at none."""
+
     page: Path | None = None
     """File for the page; None writes none."""
 
@@ -72,6 +76,7 @@ def plan_options(values: Mapping[str, str], problems: list[str]) -> PlanOptions:
         gpus=whole("--gpus"),
         global_batch_tokens=whole("--global-batch-tokens"),
         minutes=positive("--minutes") or PlanOptions().minutes,
+        scaling_minutes=positive("--scaling"),
         what_if=_what_if(values.get("--what-if", ""), problems),
         page=None if page is None else Path(page),
     )

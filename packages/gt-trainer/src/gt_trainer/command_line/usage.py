@@ -40,6 +40,8 @@ it. Flags of the configuration that are given hold for every recipe
   --what-if nic=800,memory=141
                      look at the same cluster with other NICs (Gb/s), and with other
                      memory (GB), too
+  --scaling M        for M minutes more, look at 64 to 16,384 GPUs with the same batch and
+                     with one that grows: bounds, and the first guess of each, simulated
   --page FILE        write the plan as an HTML page
 
 report: draw the run in a --dump_folder as one page, FOLDER/report.html: loss, throughput

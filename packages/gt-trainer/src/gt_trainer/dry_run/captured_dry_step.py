@@ -19,7 +19,7 @@ from gt_pipeline.graph import AccumulationGraphs
 from gt_trace import TracedStep, read_annotation
 from gt_trainer.decoder.attention import DocumentCausalSDPA
 from gt_trainer.dry_run.fake_step import FakeStep
-from gt_trainer.dry_run.simulated_run import SimulatedRun, simulate_run
+from gt_trainer.dry_run.simulated_run import SimulatedRun, group_labels, simulate_run
 from gt_trainer.dry_run.step_facts import StepFacts, step_facts
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_microbatches import AccumulationReport, capture_accumulation
@@ -53,7 +53,7 @@ class CapturedDryStep:
         return simulate_run(
             _graphs(self.report),
             self.facts,
-            parallel_dims=self.parallel_dims,
+            labels=group_labels(self.parallel_dims),
             hardware=hardware,
             host=self.host,
             attention_note=self.attention_note,

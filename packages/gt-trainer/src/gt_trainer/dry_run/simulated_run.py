@@ -171,10 +171,15 @@ class SimulatedRun:
 
     @property
     def memory_by_kind(self) -> dict[str, int]:
-        """What a rank holds at the peak of its graph, and the optimizer's state, in bytes."""
-        held = self.graph.memory.bytes_by_kind.items()
-        parts = [(_MEMORY_LABELS[kind], num_bytes) for kind, num_bytes in held]
-        parts.insert(1, ("optimizer state", self.optimizer_state_bytes))
+        """What a rank holds at the peak; the values add up to ``peak_bytes``."""
+        return self.held_with(self.graph.memory.bytes_by_kind)
+
+    def held_with(self, in_graph: Mapping[MemoryKind, int]) -> dict[str, int]:
+        """What a rank holds when its graph holds this much, in bytes."""
+        state = self.optimizer_state_bytes
+        accumulated = self.peak_bytes - self.graph.memory.peak_bytes - state
+        parts = [(_MEMORY_LABELS[kind], num_bytes) for kind, num_bytes in in_graph.items()]
+        parts[1:1] = [("optimizer state", state), ("accumulated gradients", accumulated)]
         return dict(parts)
 
     def _memory_line(self) -> str:
@@ -192,7 +197,7 @@ def simulate_run(
     captured: TracedStep | AccumulationGraphs,
     facts: StepFacts,
     *,
-    parallel_dims: ParallelDims,
+    labels: Mapping[str, str],
     hardware: Hardware | None = None,
     host: HostModel = "eager",
     attention_note: str | None = None,
@@ -205,7 +210,7 @@ def simulate_run(
     Args:
         captured: one microbatch, for all alike, or those that share; after passes.
         facts: what the configuration says of the step.
-        parallel_dims: of the run, whose process groups still exist.
+        labels: what process groups are for, by name, as of ``group_labels``.
         hardware: the machine; H100 SXM by default.
         host: whether Python issues operator after operator, or CUDA graphs replay them.
         attention_note: as for ``SimulatedRun``.
@@ -213,7 +218,6 @@ def simulate_run(
     """
     machine = hardware or h100_sxm()
     priced = [_priced(each, machine=machine, host=host) for each in _graphs_of(captured, facts)]
-    labels = group_labels(parallel_dims)
     runs = tuple(
         GraphRuns(
             graph=simulate_step(

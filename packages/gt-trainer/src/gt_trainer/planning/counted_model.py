@@ -83,6 +83,7 @@ def _layer(layer: nn.Module, num_experts: int | None, top_k: int) -> LayerCounts
     def repeated(of: Sequence[tuple[str, torch.Size]]) -> int:
         return sum(shape.numel() for name, shape in of if _LAST_PRODUCT not in name)
 
+    expert_outputs = float(top_k * sum(shape[1] for _, shape in experts))
     return LayerCounts(
         dense_parameters=sum(shape.numel() for _, shape in shapes if len(shape) < 3),
         expert_parameters=sum(shape.numel() for _, shape in experts),
@@ -91,7 +92,7 @@ def _layer(layer: nn.Module, num_experts: int | None, top_k: int) -> LayerCounts
         repeated_dense=repeated(dense),
         repeated_experts=chosen * repeated(experts),
         attention_width=width,
-        outputs_width=sum(shape[0] for _, shape in dense)
-        + top_k * sum(shape[1] for _, shape in experts),
+        outputs_width=sum(shape[0] for _, shape in dense) + expert_outputs,
+        expert_outputs_width=expert_outputs,
         sent_copies=float(top_k) if experts else 0.0,
     )

@@ -8,9 +8,11 @@ Llama 3 8B and 405B; a wrong one costs time, never the answer.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from gt_trainer.planning.model_counts import ModelCounts, PipelineLayout, StageParts
+from gt_trainer.planning.rank_placement import ranks_by_domain
 from gt_trainer.planning.run_recipe import RunRecipe
 from gt_trainer.planning.step_bounds import SPLIT_BACKWARDS, StepBound, ring_us
 
@@ -20,8 +22,15 @@ if TYPE_CHECKING:
 _BESIDE_PRODUCTS = 1.12
 """All operators, over matrix products and attention."""
 
-_KEPT_WIDTHS = {"save_all": 3.2, "selective": 1.2, "selective_alternate": 0.75}
-"""Bytes kept for a token, over those of all products' results."""
+_ALL_KEPT = 2.6
+"""What is kept if everything is, over all products' results. As the next two, of captured layers of
+Llama 3 8B and DeepSeek-V3 16B."""
+
+_ALTERNATE_DROPS = 0.43
+"""Of the results of dense products, what is computed again if every second one is."""
+
+_LAST_PRODUCT_BYTES = 10
+"""For each weight of the projection to logits, while its gradient is made: both, and their sums."""
 
 _EXPOSED_EXCHANGES = {False: 1.0, True: 0.4}
 """Of token exchanges, without EP overlap and with it."""
@@ -48,12 +57,13 @@ def guessed_us(
         * layers
         * ring_us(activations * recipe.cp / recipe.tp / 4, recipe.cp, recipe.tp, hardware)
     )
-    computing = bound.compute_us * _BESIDE_PRODUCTS + bound.bubble_us
+    computing = bound.compute_us * _BESIDE_PRODUCTS + _bubble_us(recipe, bound)
     if recipe.pp > 1 or recipe.ep > 1 or recipe.reduces_once:  # nobody records those steps
         launches = _KERNELS * layers * recipe.num_microbatches
         computing = max(computing, launches * hardware.host_kernel_us)
     hidden = bound.carried_us.get("fsdp", 0.0) + bound.carried_us.get("efsdp", 0.0)
     hidden *= 2 if recipe.memory_policy != "save_all" else 1.5
+    hidden += _latencies_us(recipe, layers, hardware)
     exchanges = bound.carried_us.get("ep", 0.0) * _EXPOSED_EXCHANGES[recipe.ep_overlap]
     replicas_us = ring_us(
         2 * bound.state_bytes / 3,
@@ -65,6 +75,31 @@ def guessed_us(
     return total + max(0.0, hidden - computing) + bound.optimizer_us
 
 
+def _bubble_us(recipe: RunRecipe, bound: StepBound) -> float:
+    """A rank waits for a microbatch on each of the others, and for less where halves fill it."""
+    stages_per_rank = 1 if recipe.schedule == "1F1B" else 2
+    of_one_us = bound.compute_us / recipe.num_microbatches / stages_per_rank
+    is_filled = recipe.schedule in SPLIT_BACKWARDS and recipe.num_microbatches >= 2 * recipe.pp
+    return max(bound.bubble_us, (recipe.pp - 1) * of_one_us / (3 if is_filled else 1))
+
+
+def _latencies_us(recipe: RunRecipe, layers: float, hardware: Hardware) -> float:
+    """Of gathering and reducing each layer in a ring of all shards, whatever the bytes."""
+    is_once = recipe.pp > 1 or recipe.reduces_once
+    each = 2 if recipe.memory_policy == "save_all" else 3
+    size = recipe.dp_shard * recipe.cp
+    domains = _num_domains(size, recipe.tp, hardware.gpus_per_node)
+    network_us = (domains - 1) * hardware.nccl_ring_network_ll128_us
+    ring_us = network_us + (size - domains) * hardware.nccl_ring_nvlink_ll128_us
+    return each * layers * ring_us * (1 if is_once else recipe.num_microbatches)
+
+
+@functools.cache
+def _num_domains(size: int, stride: int, gpus_per_domain: int) -> int:
+    """NVLink domains over which a group is spread."""
+    return len(ranks_by_domain(size, stride, gpus_per_domain))
+
+
 def guessed_bytes(
     recipe: RunRecipe, model: ModelCounts, layout: PipelineLayout, bound: StepBound
 ) -> float:
@@ -73,17 +108,23 @@ def guessed_bytes(
     tokens = recipe.microbatch * model.seq_len / (recipe.tp * recipe.cp)
     ranks = (layout.of_rank(rank) for rank in range(len(layout.by_rank)))
     stages = max(ranks, key=lambda each: sum(stage.layers.outputs_width for stage in each))
-    kept = tokens * sum(_kept_bytes(recipe, model, stage) for stage in stages)
-    whole = 0.0
+    kept = tokens * sum(_kept_bytes(recipe.memory_policy, model, stage) for stage in stages)
+    again = tokens * max(_again_bytes(recipe.memory_policy, model, stage) for stage in stages)
+    dense = sum(stage.dense_parameters for stage in stages) / recipe.tp
+    experts = sum(stage.layers.expert_parameters for stage in stages) / recipe.ep
     if recipe.pp > 1 or recipe.reduces_once:  # gathered parameters, and sums of whole gradients
-        dense = sum(stage.dense_parameters for stage in stages)
-        experts = sum(stage.layers.expert_parameters for stage in stages)
-        whole = (dense / recipe.tp + experts / recipe.ep) * (model.activation_bytes + 4)
+        whole = (dense + experts) * (model.activation_bytes + 4)
         whole *= 1 + 2 / 3 / len(stages)  # what the backward of one stage has just made
-    elif recipe.num_microbatches > 1:
-        state += bound.state_bytes / 3
+    else:
+        # Gathered once where everything is kept; else two layers at a time.
+        at_once = 1.0 if recipe.memory_policy == "save_all" else 2 / len(model.layers)
+        whole = (dense + experts) * model.activation_bytes * at_once
+        # The loss comes before any layer is computed again.
+        again = max(again, _LAST_PRODUCT_BYTES * model.output_products / recipe.tp)
+        if recipe.num_microbatches > 1:
+            state += bound.state_bytes / 3
     ends = 8 * tokens * model.dim * model.activation_bytes
-    return state + kept * _in_flight(recipe, len(stages)) + whole + ends
+    return state + kept * _in_flight(recipe, len(stages)) + again + whole + ends
 
 
 def order(guess_us: float, guess_bytes: float, hardware: Hardware) -> float:
@@ -92,12 +133,27 @@ def order(guess_us: float, guess_bytes: float, hardware: Hardware) -> float:
     return guess_us * (1.0 if over <= 1 else 2.0 * over)
 
 
-def _kept_bytes(recipe: RunRecipe, model: ModelCounts, stage: StageParts) -> float:
-    """For one token of one microbatch."""
-    width = _KEPT_WIDTHS.get(recipe.memory_policy)
-    if width is None:
-        return stage.num_layers * model.dim * model.activation_bytes
-    return width * stage.layers.outputs_width * model.activation_bytes
+def _again_bytes(policy: str, model: ModelCounts, stage: StageParts) -> float:
+    """For one token, what one layer has when it has been computed again, beyond what it kept."""
+    more = _kept_bytes("save_all", model, stage) - _kept_bytes(policy, model, stage)
+    return more / max(1, stage.num_layers)
+
+
+def _kept_bytes(policy: str, model: ModelCounts, stage: StageParts) -> float:
+    """For one token of one microbatch.
+
+    A selective policy keeps results of products and attention, and tokens sent to experts.
+    """
+    layers = stage.layers
+    if policy == "save_all":
+        width = _ALL_KEPT * layers.outputs_width
+    elif policy == "full_recompute":
+        width = float(stage.num_layers * model.dim)
+    else:
+        width = layers.outputs_width + layers.attention_width + layers.sent_copies * model.dim
+        if policy == "selective_alternate":
+            width -= _ALTERNATE_DROPS * (layers.outputs_width - layers.expert_outputs_width)
+    return width * model.activation_bytes
 
 
 def _in_flight(recipe: RunRecipe, stages_per_rank: int) -> float:

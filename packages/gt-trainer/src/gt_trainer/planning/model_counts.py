@@ -29,6 +29,9 @@ class LayerCounts:
     outputs_width: float
     """Sum of the widths of all products' results, for one token."""
 
+    expert_outputs_width: float = 0.0
+    """Of it, those of the experts that it is sent to."""
+
     sent_copies: float = 0.0
     """Experts that a token is sent to."""
 

@@ -11,6 +11,7 @@ from gt_trainer.planning.goodput import Goodput, goodput
 from gt_trainer.planning.planner import SearchedPlan
 from gt_trainer.planning.rank_placement import rank_placement
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
+from gt_trainer.planning.scaling_curve import SCALING_HEAD, ScalingPoint
 
 _MOST_ROWS = 10
 _MOST_REFUSALS = 5
@@ -30,6 +31,9 @@ class PlanAnswer:
 
     further: tuple[str, ...]
     """Flags that every recipe has."""
+
+    scaling: tuple[ScalingPoint, ...] = ()
+    """Other sizes; empty if nobody asked."""
 
     @property
     def ranked(self) -> list[RecipeOutcome]:
@@ -87,6 +91,20 @@ class PlanAnswer:
                 }
                 for each in self.ranked
             ],
+            "scaling": [
+                {
+                    "num_gpus": each.num_gpus,
+                    "global_batch_tokens": each.global_batch_tokens,
+                    "least_us": each.least_us,
+                    "simulated": None
+                    if each.simulated is None
+                    else {
+                        "command": self.command(each.simulated),
+                        "step_us": each.simulated.step_us,
+                    },
+                }
+                for each in self.scaling
+            ],
         }
 
     def _lines(self) -> Iterator[str]:
@@ -98,7 +116,7 @@ class PlanAnswer:
         if not self.ranked:
             yield from self._nothing_fits()
             return
-        yield from self._table()
+        yield from ranked_table(self.ranked, self.cluster)
         best = self.ranked[0]
         yield f"  binds            {binding(best)}"
         yield from self._memory_binds(best)
@@ -108,6 +126,7 @@ class PlanAnswer:
         yield from self._placement(best)
         yield from self._sensitivity()
         yield self._goodput(best)
+        yield from self._scaling()
         yield "To run it, and to see it in detail:"
         yield f"  {self.command(best)}"
         yield f"  {self.command(best)} --dry-run --world-size {self.num_gpus}"
@@ -138,24 +157,6 @@ class PlanAnswer:
             f"  nothing fits     the least that was simulated needs "
             f"{least.peak_bytes / GIB:.1f} GiB of {least.capacity_bytes / GIB:.1f}: {least.recipe}"
         )
-
-    def _table(self) -> Iterator[str]:
-        price, watts = self.cluster.price_per_gpu_hour, self.cluster.power_watts_per_gpu
-        yield "    step  tokens/s/GPU    MFU   memory  exposed  bubble  $M/T tokens  MWh/T  recipe"
-        for outcome in self.ranked[:_MOST_ROWS]:
-            dollars = outcome.dollars_per_trillion_tokens(price) / 1e6
-            energy = outcome.megawatt_hours_per_trillion_tokens(watts)
-            yield (
-                f"{outcome.step_us / 1e6:7.2f}s {outcome.tokens_per_second_per_gpu:13,.0f} "
-                f"{outcome.mfu:6.1%} {outcome.peak_bytes / GIB:5.1f}GiB "
-                f"{outcome.all_exposed_us / outcome.step_us:7.1%} {outcome.bubble:7.1%} "
-                f"{dollars:12.2f} {energy:6,.0f}  {outcome.recipe}"
-            )
-        best = self.ranked[0]
-        held = ", ".join(f"{size / GIB:.2f} {kind}" for kind, size in best.memory.items() if size)
-        yield f"  memory           {held} (GiB, the fullest rank of the first)"
-        exposed = ", ".join(f"{ms(us)} {what}" for what, us in best.exposed_us.items())
-        yield f"  exposed          {exposed or 'nothing'} (of the first)"
 
     def _memory_binds(self, best: RecipeOutcome) -> Iterator[str]:
         faster = [each[0] for each in self.plan.outcomes if each[0].step_us < best.step_us]
@@ -197,6 +198,14 @@ class PlanAnswer:
         for moved, winner, gain in changes:
             yield f"  sensitivity      {moved}: {winner.recipe} is {gain:.1%} faster than the first"
 
+    def _scaling(self) -> Iterator[str]:
+        if not self.scaling:
+            return
+        yield "  scaling          tokens/s/GPU: at most, by bounds; of the first guess that fits,"
+        yield "                   simulated, which is no search"
+        yield SCALING_HEAD
+        yield from map(str, self.scaling)
+
     def _goodput(self, best: RecipeOutcome) -> str:
         of_cluster = goodput_on(self.cluster, self.num_gpus)
         hours = of_cluster.seconds_between_failures / 3600
@@ -206,6 +215,26 @@ class PlanAnswer:
             f"{of_cluster.checkpoint_every_seconds / 60:,.1f} minutes loses least: "
             f"{of_cluster.fraction:.1%} goodput, {speed:,.0f} tokens/s/GPU in the long run"
         )
+
+
+def ranked_table(ranked: Sequence[RecipeOutcome], cluster: Cluster) -> Iterator[str]:
+    """The first recipes, a row each, and what the first one holds and waits for."""
+    price, watts = cluster.price_per_gpu_hour, cluster.power_watts_per_gpu
+    yield "    step  tokens/s/GPU    MFU   memory  exposed  bubble  $M/T tokens  MWh/T  recipe"
+    for outcome in ranked[:_MOST_ROWS]:
+        dollars = outcome.dollars_per_trillion_tokens(price) / 1e6
+        energy = outcome.megawatt_hours_per_trillion_tokens(watts)
+        yield (
+            f"{outcome.step_us / 1e6:7.2f}s {outcome.tokens_per_second_per_gpu:13,.0f} "
+            f"{outcome.mfu:6.1%} {outcome.peak_bytes / GIB:5.1f}GiB "
+            f"{outcome.all_exposed_us / outcome.step_us:7.1%} {outcome.bubble:7.1%} "
+            f"{dollars:12.2f} {energy:6,.0f}  {outcome.recipe}"
+        )
+    best = ranked[0]
+    held = ", ".join(f"{size / GIB:.2f} {kind}" for kind, size in best.memory.items() if size)
+    yield f"  memory           {held} (GiB, the fullest rank of the first)"
+    exposed = ", ".join(f"{ms(us)} {what}" for what, us in best.exposed_us.items())
+    yield f"  exposed          {exposed or 'nothing'} (of the first)"
 
 
 def _left(num_left: int) -> str:
@@ -227,6 +256,7 @@ def binding(outcome: RecipeOutcome) -> str:
     parts = {f"{name} (network)": us for name, us in outcome.exposed_us.items()}
     parts["bubble"] = outcome.bubble * outcome.step_us
     parts["optimizer"] = outcome.optimizer_us
+    parts["waiting for the host"] = outcome.step_us - outcome.computing_us - sum(parts.values())
     name, most = max(parts.items(), key=lambda part: part[1])
     computing = outcome.computing_us / outcome.step_us
     share = most / outcome.step_us

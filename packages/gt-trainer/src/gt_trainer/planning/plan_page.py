@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from gt_trainer.dry_run.numbers_as_text import GIB
+from gt_trainer.planning.memory_chart import capacity_words, memory_axis, memory_chart
 from gt_trainer.planning.plan_answer import PlanAnswer, binding, ranking_changes, why_slower
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
+from gt_trainer.planning.scaling_chart import scaling_chart
+from gt_trainer.plot import PLOT_STYLE, Dot, linear_axis, plot, polyline
 
-_WIDTH, _HEIGHT, _MARGIN = 640, 320, 48
 _MOST_ROWS = 10
 
 _STYLE = """
@@ -17,20 +19,23 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { --fits: #7fb0ff; --over: #777d86; --best: #ff9a6b } }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 60rem;
   padding: 0 1rem }
-svg { width: 100%; height: auto } text { font-size: 12px; fill: currentColor }
-.axis { stroke: currentColor; stroke-opacity: .3 }
-.limit { stroke: var(--best); stroke-dasharray: 5 4 }
-.fits { fill: var(--fits) } .over { fill: var(--over) } .best { fill: var(--best) }
-.front { fill: none; stroke: var(--fits); stroke-opacity: .5 }
+.limit { stroke: var(--best); stroke-dasharray: 5 4; stroke-width: 1.5 }
+.fits { background: var(--fits) } .over { background: var(--over) }
+.best { background: var(--best) } .front { fill: none; stroke: var(--fits); stroke-opacity: .5 }
+.growing { background: var(--fits); stroke: var(--fits) } .fixed { background: var(--best);
+  stroke: var(--best) } polyline { fill: none; stroke-width: 1.6 }
+.bound { stroke-dasharray: 3 4; stroke-opacity: .7 }
+.keys span { white-space: nowrap; margin-right: 1em }
 .wide { overflow-x: auto } table { border-collapse: collapse }
 td, th { padding: .25rem .7rem; text-align: right; white-space: nowrap }
 td:last-child, th:last-child { text-align: left }
-pre { overflow-x: auto; padding: .7rem; border: 1px solid; border-radius: .4rem }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: .7rem; border: 1px solid;
+  border-radius: .4rem }
 .bar { display: flex; height: 1.1rem; margin: .15rem 0 .6rem; border-radius: .2rem;
   overflow: hidden }
 .bar span { display: block } .computing { background: #3a9d5d } .network { background: #9b5fc0 }
 .bubble { background: #8a8f98 } .optimizer { background: #e08a2b } .waiting { background: #c9a227 }
-.key { display: inline-block; width: .9em; height: .9em; margin: 0 .3em 0 1em }
+.keys .key { display: inline-block; width: .9em; height: .9em; margin-right: .35em }
 """.strip()
 
 
@@ -46,7 +51,7 @@ def plan_page(report: PlanAnswer, *, beside: Sequence[tuple[str, str]] = ()) -> 
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
-        f"<title>{escape(title)}</title>\n<style>\n{_STYLE}\n</style>\n</head>\n<body>\n"
+        f"<title>{escape(title)}</title>\n<style>\n{_STYLE}\n{PLOT_STYLE}\n</style>\n</head>\n<body>\n"
         f"<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
     )
 
@@ -75,10 +80,14 @@ def _body(report: PlanAnswer, beside: Sequence[tuple[str, str]]) -> Iterator[str
     yield _front([each[0] for each in plan.outcomes], best)
     yield "<h2>Where the time goes</h2>"
     yield from _bars(ranked[:_MOST_ROWS])
+    yield "<h2>Memory of the fastest over its step</h2>"
+    yield memory_chart(best.memory_over_step, capacity_bytes=best.capacity_bytes)
     yield "<h2>Recipes that fit</h2>"
     yield _table(report)
     if len(ranked) > 1:
         yield f"<h2>How sure the order is</h2><p>{escape(_surely(ranked))}</p>"
+    if report.scaling:
+        yield f"<h2>Other numbers of GPUs</h2>{scaling_chart(report.scaling)}"
     yield f"<h2>To run the fastest</h2><pre>{escape(report.command(best))}</pre>"
     if beside:
         links = ", ".join(f'<a href="{escape(name)}">{escape(what)}</a>' for what, name in beside)
@@ -87,35 +96,31 @@ def _body(report: PlanAnswer, beside: Sequence[tuple[str, str]]) -> Iterator[str
 
 def _front(outcomes: Sequence[RecipeOutcome], best: RecipeOutcome) -> str:
     """A point for each recipe; those that nothing beats in both are joined."""
-    most_gib = 1.05 * max(best.capacity_bytes, *(each.peak_bytes for each in outcomes)) / GIB
-    most_us = 1.05 * max(each.step_us for each in outcomes)
-
-    def place(outcome: RecipeOutcome) -> tuple[float, float]:
-        across = (_WIDTH - 2 * _MARGIN) * outcome.peak_bytes / GIB / most_gib
-        up = (_HEIGHT - 2 * _MARGIN) * outcome.step_us / most_us
-        return _MARGIN + across, _HEIGHT - _MARGIN - up
-
-    points = "".join(
-        f'<circle class="{_class(each, best)}" cx="{x:.1f}" cy="{y:.1f}" r="5"><title>'
-        f"{escape(str(each.recipe))}: {each.step_us / 1e6:.2f} s, "
-        f"{each.peak_bytes / GIB:.1f} GiB</title></circle>"
+    capacity = best.capacity_bytes
+    most = max(each.peak_bytes for each in outcomes)
+    x = memory_axis("GiB of the fullest rank", most, capacity_bytes=capacity)
+    y = linear_axis("seconds a step", max(each.step_us for each in outcomes) / 1e6)
+    joined = [(each.peak_bytes / GIB, each.step_us / 1e6) for each in pareto_front(outcomes)]
+    dots = [
+        Dot(
+            x=each.peak_bytes / GIB,
+            y=each.step_us / 1e6,
+            style=_class(each, best),
+            words=f"{each.recipe}: {each.step_us / 1e6:.2f} s, {each.peak_bytes / GIB:.1f} GiB",
+        )
         for each in outcomes
-        for x, y in [place(each)]
+    ]
+    drawn = polyline(x, y, joined, style="front")
+    if x.has(capacity / GIB):
+        limit = x.place(capacity / GIB)
+        drawn += f'<line class="limit" x1="{limit:.2f}" x2="{limit:.2f}" y1="0" y2="100"/>'
+    names = {"best": "fastest", "fits": "fits", "over": "does not fit"}
+    key = "".join(
+        f'<span><span class="key {kind}"></span>{name}</span> ' for kind, name in names.items()
     )
-    joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, pareto_front(outcomes)))
-    limit = _MARGIN + (_WIDTH - 2 * _MARGIN) * best.capacity_bytes / GIB / most_gib
-    bottom, right = _HEIGHT - _MARGIN, _WIDTH - _MARGIN
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="step time by memory">'
-        f'<line class="axis" x1="{_MARGIN}" x2="{right}" y1="{bottom}" y2="{bottom}"/>'
-        f'<line class="axis" x1="{_MARGIN}" x2="{_MARGIN}" y1="{_MARGIN}" y2="{bottom}"/>'
-        f'<line class="limit" x1="{limit:.1f}" x2="{limit:.1f}" y1="{_MARGIN}" y2="{bottom}"/>'
-        f'<text x="{limit - 4:.1f}" y="{_MARGIN - 6}" text-anchor="end">'
-        f"{best.capacity_bytes / GIB:.0f} GiB</text>"
-        f'<text x="{right}" y="{bottom + 30}" text-anchor="end">GiB of the fullest rank, up to '
-        f"{most_gib:.0f}</text>"
-        f'<text x="4" y="{_MARGIN - 20}">seconds a step, up to {most_us / 1e6:.2f}</text>'
-        f'<polyline class="front" points="{joined}"/>{points}</svg>'
+        f'<p class="keys">{key}<span>{capacity_words(x, capacity)}</span></p>\n'
+        f"{plot(x, y, drawn, title='step time by memory', dots=dots)}"
     )
 
 
@@ -136,7 +141,8 @@ def _class(outcome: RecipeOutcome, best: RecipeOutcome) -> str:
 
 def _bars(ranked: Sequence[RecipeOutcome]) -> Iterator[str]:
     kinds = ("computing", "network", "bubble", "optimizer", "waiting")
-    yield "<p>" + "".join(f'<span class="key {kind}"></span>{kind}' for kind in kinds) + "</p>"
+    key = "".join(f'<span><span class="key {kind}"></span>{kind}</span> ' for kind in kinds)
+    yield f'<p class="keys">{key}</p>'
     for each in ranked:
         parts = {
             "computing": each.computing_us / each.step_us,

@@ -22,6 +22,7 @@ from gt_trainer.planning.model_counts import ModelCounts
 from gt_trainer.planning.plan_answer import PlanAnswer
 from gt_trainer.planning.plan_page import plan_page
 from gt_trainer.planning.planner import bounded_candidates, search_plan
+from gt_trainer.planning.scaling_curve import ScalingPoint, scaling_curve
 from gt_trainer.planning.simulate_recipes import simulate_recipes
 from gt_trainer.planning.unplanned_flags import check_plannable
 from gt_trainer.trainer import GraphTrainer
@@ -42,6 +43,9 @@ class PlanQuestion:
     """Of one step; None for one sequence on each GPU."""
 
     minutes: float = 10.0
+    scaling_minutes: float | None = None
+    """For other numbers of GPUs after that; None looks at none."""
+
     what_if: Mapping[str, float]
     """As for ``Cluster.with_relaxed``: each alone."""
 
@@ -107,6 +111,17 @@ def make_plan(
         seconds=60 * question.minutes,
         tell=tell,
     )
+    scaling: tuple[ScalingPoint, ...] = ()
+    if question.scaling_minutes is not None:
+        scaling = scaling_curve(
+            config,
+            model,
+            request,
+            plan,
+            asked=asked,
+            seconds=60 * question.scaling_minutes,
+            tell=tell,
+        )
     spec = config.model_spec
     assert spec is not None
     return PlanAnswer(
@@ -117,6 +132,7 @@ def make_plan(
         plan=plan,
         model_flags=question.model_flags,
         further=question.further,
+        scaling=scaling,
     )
 
 

@@ -62,7 +62,10 @@ class SearchedPlan:
     """Whose bound is above what was found, those without memory included."""
 
     num_left: int
-    """That could still be better: time was up."""
+    """That could still be better: time was up, or enough was found."""
+
+    least_us: float | None
+    """By its bounds no candidate takes less on the first machine; None if none can fit."""
 
     refusals: tuple[tuple[str, int], ...]
     """By why a run cannot have a recipe, how many that came up."""
@@ -78,9 +81,17 @@ class SearchedPlan:
 
 @dataclass(slots=True)
 class _Found:
+    least_bytes: Sequence[int] = ()
+    """That each candidate holds by its bounds."""
+
     outcomes: list[Outcomes] = field(default_factory=list)
     refusals: Counter[str] = field(default_factory=Counter)
     failures: list[Unsimulated] = field(default_factory=list)
+
+    @property
+    def num_fitting(self) -> int:
+        """Of outcomes on the first machine."""
+        return sum(first.fits for first, *_ in self.outcomes)
 
 
 def search_plan(
@@ -91,6 +102,7 @@ def search_plan(
     *,
     asked: Collection[str] = (),
     seconds: float,
+    enough: float = math.inf,
     tell: Callable[[str], None] = lambda line: None,
 ) -> SearchedPlan:
     """Search until nothing is left that could be better, or time is up.
@@ -102,15 +114,17 @@ def search_plan(
         machines: the first is what is planned for; the others are looked at beside it.
         asked: the flags of ``base`` that the user gave.
         seconds: for which to search; what is not done by then is left.
+        enough: after so many recipes that fit on the first machine nothing more is begun.
         tell: is told, once in a while, what has been found.
     """
     begin = time.monotonic()
     bounded = list(bounded_candidates(candidates(request, model), model, machines))
     frontier = Frontier(each for each, _ in bounded)
-    found = _Found()
+    found = _Found(least_bytes=[bound.peak_bytes for _, bound in bounded])
     with intended_for("cuda"):
-        batches = _batches(frontier, base, asked, found, begin + seconds)
-        _simulate(batches, frontier, base, machines, asked, found, begin + seconds, tell)
+        until = begin + seconds
+        batches = _batches(frontier, base, asked, found, until, enough)
+        _simulate(batches, frontier, base, machines, asked, found, until, tell)
     return SearchedPlan(
         machines=tuple(machines),
         outcomes=tuple(found.outcomes),
@@ -118,6 +132,7 @@ def search_plan(
         num_without_memory=sum(not any(map(math.isfinite, each.bounds)) for each, _ in bounded),
         num_cut=frontier.num_cut,
         num_left=frontier.num_left,
+        least_us=min((b.bounds[0] for b, _ in bounded if math.isfinite(b.bounds[0])), default=None),
         refusals=tuple(found.refusals.most_common()),
         failures=tuple(found.failures),
         seconds=time.monotonic() - begin,
@@ -153,9 +168,13 @@ def _batches(
     asked: Collection[str],
     found: _Found,
     until: float,
+    enough: float,
 ) -> Iterator[_Numbered]:
     """What one child after another is to simulate: a recipe that a run may have, and its like."""
-    while time.monotonic() < until and (taken := frontier.take()) is not None:
+    while time.monotonic() < until and found.num_fitting < enough:
+        taken = frontier.take()
+        if taken is None:
+            return
         number, recipe = taken
         try:
             recipe_config(base, recipe, asked=asked)
@@ -219,6 +238,7 @@ def _take_results(
     for (number, _), result in zip(batch, results, strict=True):
         if not isinstance(result, Unsimulated):
             try:
+                _check_memory(result[0], found.least_bytes[number])
                 frontier.record(number, [o.step_us if o.fits else math.inf for o in result])
             except WrongBoundError as error:
                 reason = f"its bounds were wrong: {error}"
@@ -236,6 +256,13 @@ def _take_results(
         else:
             found.failures.append(result)
             tell(f"failed: {result.recipe}: {result.reason}")
+
+
+def _check_memory(outcome: RecipeOutcome, least_bytes: int) -> None:
+    if outcome.peak_bytes < least_bytes:
+        raise WrongBoundError(
+            f"{outcome.recipe} holds {outcome.peak_bytes:,} bytes, and its bound is {least_bytes:,}"
+        )
 
 
 def _line(outcome: RecipeOutcome) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gt_trainer.dry_run.memory_over_step import MemoryOverStep
 from gt_trainer.planning.run_recipe import RunRecipe
 
 _HOURS = 3600.0
@@ -31,6 +32,9 @@ class RecipeOutcome:
     optimizer_us: float
     memory: Mapping[str, int]
     """Of the fullest rank at its peak, by kind; bytes."""
+
+    memory_over_step: MemoryOverStep
+    """Of the fullest rank."""
 
     peak_bytes: int
     capacity_bytes: int

@@ -13,6 +13,7 @@ from gt_trainer.device import intended_for
 from gt_trainer.dry_run.captured_dry_step import capture_dry_step
 from gt_trainer.dry_run.fake_pipeline import FakePipeline, capture_divided, planned_pipeline
 from gt_trainer.dry_run.fake_step import fake_ranks, fake_step, meta_model
+from gt_trainer.dry_run.memory_over_step import memory_of_pipeline, memory_of_run
 from gt_trainer.dry_run.pipeline_dry_run import simulate_captured
 from gt_trainer.dry_run.simulated_pipeline import SimulatedPipeline
 from gt_trainer.dry_run.simulated_run import SimulatedRun
@@ -96,7 +97,7 @@ def _simulate_steps(
             first, *others = machines
             simulated = [captured.simulate(first, trace_path=trace_path)]
             simulated += [captured.simulate(each) for each in others]
-        found[recipe] = tuple(_of_step(recipe, each) for each in simulated)
+        found[recipe] = tuple(outcome_of_step(recipe, each) for each in simulated)
     return found
 
 
@@ -133,7 +134,8 @@ def _by_schedule(pipeline: FakePipeline, config: GraphTrainer.Config) -> FakePip
     return replace(pipeline, plan=planned_pipeline(config))
 
 
-def _of_step(recipe: RunRecipe, run: SimulatedRun) -> RecipeOutcome:
+def outcome_of_step(recipe: RunRecipe, run: SimulatedRun) -> RecipeOutcome:
+    """What a plan tells of a step without a pipeline."""
     exposed = {total.purpose: total.exposed_us for total in run.by_purpose}
     return RecipeOutcome(
         recipe=recipe,
@@ -145,6 +147,7 @@ def _of_step(recipe: RunRecipe, run: SimulatedRun) -> RecipeOutcome:
         bubble=0.0,
         optimizer_us=run.optimizer_us,
         memory=run.memory_by_kind,
+        memory_over_step=memory_of_run(run),
         peak_bytes=run.peak_bytes,
         capacity_bytes=run.graph.hardware.hbm_capacity_bytes,
         moved=_moved(run.sensitivity),
@@ -165,6 +168,7 @@ def _of_pipeline(recipe: RunRecipe, run: SimulatedPipeline) -> RecipeOutcome:
         bubble=run.bubble,
         optimizer_us=run.optimizer_us,
         memory={part: size for part, size in fullest.bytes_by_part.items() if size},
+        memory_over_step=memory_of_pipeline(run),
         peak_bytes=run.peak_bytes,
         capacity_bytes=run.hardware.hbm_capacity_bytes,
         moved=_moved(run.sensitivity),

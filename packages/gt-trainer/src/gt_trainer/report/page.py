@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 from urllib.parse import quote
 
+from gt_trainer.plot import PLOT_STYLE
 from gt_trainer.report.dump_folder import RunRecord
 from gt_trainer.report.line_chart import Point, line_chart
 
@@ -16,11 +17,9 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { --line: #7fb0ff } }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 76rem; padding: 1rem }
 h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
-.charts { display: grid; gap: 1rem 2rem;
+.charts { display: grid; gap: 1rem 2rem; margin-top: 1.5rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)) }
-figure { margin: 0 } figcaption { font-weight: 600 }
-svg { width: 100%; height: auto } text { font-size: 12px; fill: currentColor }
-.value { text-anchor: end } .grid { stroke: var(--faint) }
+figcaption { font-weight: 600 }
 polyline { fill: none; stroke: var(--line); stroke-width: 1.6; stroke-linecap: round }
 .restart { stroke: #d0612f; stroke-width: 1.5; stroke-dasharray: 5 4 }
 .wide { overflow-x: auto } table { border-collapse: collapse }
@@ -54,7 +53,7 @@ def report_page(run: RunRecord) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
-        f"<title>{escape(title)}</title>\n<style>\n{_STYLE}\n</style>\n</head>\n<body>\n"
+        f"<title>{escape(title)}</title>\n<style>\n{_STYLE}\n{PLOT_STYLE}\n</style>\n</head>\n<body>\n"
         + "\n".join(filter(None, sections))
         + "\n</body>\n</html>\n"
     )

@@ -1,0 +1,64 @@
+"""A plan for a Hugging Face Llama on 64 GPUs that are not here: how to shard it, what to recompute.
+
+::
+
+    pip install ./packages/gt-trainer transformers
+    python examples/planned_module.py
+
+The model is built without memory: a plan captures the step with tensors that have no values, on
+ranks that do not exist, and simulates it. What it finds is run by the loop of ``fsdp_loop.py``: the
+last lines say which mode of ``shard`` and which passes the fastest recipe has.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from gt_trace.fsdp import MixedPrecision
+from gt_trainer.planning.cluster import load_cluster
+from gt_trainer.planning.module_plan import mode_of, passes_of, plan_module
+
+CONFIG = LlamaConfig(
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=4,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=32_000,
+    use_cache=False,
+)
+BATCH, LENGTH, NUM_GPUS = 4, 4096, 64
+LAYERS = "model.layers.*"
+
+
+# --8<-- [start:plan]
+def loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Of one microbatch, each int64[batch, length]."""
+    return model(input_ids=tokens, labels=labels).loss
+
+
+def main() -> None:
+    """Plan, and say how the fastest recipe is run."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(CONFIG)
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    plan = plan_module(
+        model,
+        loss,
+        (tokens, tokens),
+        load_cluster("h100_sxm"),
+        num_gpus=NUM_GPUS,
+        tokens_per_sample=LENGTH,
+        layers=LAYERS,
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )
+    print(plan)
+    best = plan.ranked[0].recipe
+    print(f"fastest: shard(model, mesh, mode={mode_of(best)!r})")
+    print(f"passes: {', '.join(each.name for each in passes_of(best, layers=LAYERS))}")
+
+
+# --8<-- [end:plan]
+
+if __name__ == "__main__":
+    main()

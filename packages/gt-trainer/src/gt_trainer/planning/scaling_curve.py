@@ -1,0 +1,121 @@
+"""How a model's training scales: from 64 to 16,384 GPUs, the batch fixed or growing with them.
+
+Of each size two things are told. *At most* is a bound: no recipe of the space is faster in the
+simulator. *Simulated* is no search but the recipe that is guessed to be the fastest: guesses are
+simulated in their order until one fits, and those that run beside it count too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from gt_trainer.planning.candidates import PlanRequest
+from gt_trainer.planning.model_counts import ModelCounts
+from gt_trainer.planning.planner import SearchedPlan, search_plan
+from gt_trainer.planning.recipe_outcome import RecipeOutcome
+from gt_trainer.trainer import GraphTrainer
+
+SIZES = (64, 256, 1024, 4096, 16_384)
+"""GPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingPoint:
+    """One number of GPUs with one batch."""
+
+    num_gpus: int
+    global_batch_tokens: int
+    grows: bool
+    """Whether the batch is that of the plan for each GPU, or that of the plan."""
+
+    least_us: float | None
+    """A step takes no less with any recipe; None if there is none that could fit."""
+
+    simulated: RecipeOutcome | None
+    """None if nothing that fits was simulated in time."""
+
+    @property
+    def most_tokens_per_second_per_gpu(self) -> float | None:
+        """By ``least_us``."""
+        if self.least_us is None:
+            return None
+        return 1e6 * self.global_batch_tokens / self.least_us / self.num_gpus
+
+    def __str__(self) -> str:
+        """As a row below ``SCALING_HEAD``."""
+        most, found = self.most_tokens_per_second_per_gpu, self.simulated
+        batch = "growing" if self.grows else "fixed"
+        row = f"{self.num_gpus:8,} {self.global_batch_tokens:14,} {batch:>8} "
+        if most is None:
+            return f"{row}{'no recipe divides this batch and could fit':>13}"
+        row += f"{most:13,.0f} "
+        if found is None:
+            return f"{row}{'-':>13}"
+        return f"{row}{found.tokens_per_second_per_gpu:13,.0f} {found.mfu:6.1%}  {found.recipe}"
+
+
+SCALING_HEAD = "    GPUs   batch tokens    batch       at most     simulated    MFU  recipe"
+
+
+def scaling_curve(
+    config: GraphTrainer.Config,
+    model: ModelCounts,
+    request: PlanRequest,
+    plan: SearchedPlan,
+    *,
+    asked: Collection[str] = (),
+    seconds: float,
+    sizes: Sequence[int] = SIZES,
+    tell: Callable[[str], None] = lambda line: None,
+) -> tuple[ScalingPoint, ...]:
+    """Bound and simulate each size.
+
+    Args:
+        config: as for ``search_plan``.
+        model: as for ``search_plan``.
+        request: that was planned.
+        plan: what was found; it is the point of its own size.
+        asked: as for ``search_plan``.
+        seconds: for all of it; what is left of them is shared by the sizes that are left.
+        sizes: numbers of GPUs.
+        tell: as for ``search_plan``.
+    """
+    until = time.monotonic() + seconds
+    requests = list(_requests(request, sizes))
+    points = []
+    for number, (grows, each) in enumerate(requests):
+        searched = plan
+        if each != request:
+            left = until - time.monotonic()
+            searched = search_plan(
+                config,
+                model,
+                each,
+                plan.machines[:1],
+                asked=asked,
+                seconds=max(0.0, left / (len(requests) - number)),
+                enough=1,
+                tell=tell,
+            )
+        points.append(
+            ScalingPoint(
+                num_gpus=each.num_gpus,
+                global_batch_tokens=each.global_batch * model.seq_len,
+                grows=grows,
+                least_us=searched.least_us,
+                simulated=next(iter(searched.ranked()), None),
+            )
+        )
+    return tuple(points)
+
+
+def _requests(request: PlanRequest, sizes: Sequence[int]) -> Iterator[tuple[bool, PlanRequest]]:
+    """Whether the batch grows, and what is asked. A batch of no whole sequences is left out."""
+    for num_gpus in sizes:
+        growing, rest = divmod(request.global_batch * num_gpus, request.num_gpus)
+        if not rest and growing:
+            yield True, replace(request, num_gpus=num_gpus, global_batch=growing)
+    for num_gpus in sizes:
+        yield False, replace(request, num_gpus=num_gpus)

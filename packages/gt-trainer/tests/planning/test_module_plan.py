@@ -1,0 +1,144 @@
+"""Plans for a module that is nobody's decoder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gt_config import CompileConfig
+from gt_passes import default_passes
+from gt_trainer.planning.candidates import MEMORY_POLICIES, NoRecipeError
+from gt_trainer.planning.cluster import load_cluster
+from gt_trainer.planning.module_plan import (
+    ModulePlan,
+    _recipes,
+    mode_of,
+    passes_of,
+    plan_module,
+)
+
+CLUSTER = load_cluster("h100_sxm")
+WIDTH = 64
+
+
+class Model(nn.Module):
+    """Two layers, of which the first has a weight that is not trained, and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.tied = self.head
+        self.blocks[0][0].bias.requires_grad_(False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = hidden + block(F.layer_norm(hidden, (WIDTH,)))
+        return self.head(hidden) + self.tied(hidden)
+
+
+def loss(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    return model(hidden).square().mean()
+
+
+def planned(cluster=CLUSTER, **options) -> ModulePlan:
+    inputs = [torch.zeros(8, 16, WIDTH)]
+    options = {"num_gpus": 4, "layers": "blocks.*", **options}
+    return plan_module(Model(), loss, inputs, cluster, **options)
+
+
+@pytest.fixture(scope="module")
+def plan() -> ModulePlan:
+    return planned(tokens_per_sample=16, num_microbatches=2)
+
+
+def test_every_sharding_is_simulated_with_every_policy(plan: ModulePlan):
+    found = {(each.recipe.dp_shard, each.recipe.memory_policy) for each in plan.outcomes}
+    assert found == {(shard, policy) for shard in (1, 4) for policy in MEMORY_POLICIES}
+    assert [each.step_us for each in plan.ranked] == sorted(e.step_us for e in plan.outcomes)
+    for each in plan.outcomes:
+        assert each.tokens_per_second_per_gpu == pytest.approx(2e6 * 8 * 16 / each.step_us)
+        assert sum(each.memory.values()) == each.peak_bytes
+
+
+def test_states_are_those_of_what_is_trained_once_and_shared(plan: ModulePlan):
+    trained = 2 * (4 * WIDTH * WIDTH * 2 + WIDTH) + 4 * WIDTH + WIDTH * WIDTH
+    for each in plan.outcomes:
+        # Adam's, in float32.
+        assert each.memory["optimizer state"] == 2 * 4 * trained / each.recipe.dp_shard
+
+
+def test_recomputing_holds_less_and_multiplies_no_less(plan: ModulePlan):
+    by = {(e.recipe.dp_shard, e.recipe.memory_policy): e for e in plan.outcomes}
+    least, most = by[4, "full_recompute"], by[4, "save_all"]
+    assert least.memory["activations"] < most.memory["activations"]
+    assert least.computing_us > most.computing_us
+    assert least.mfu < most.mfu
+
+
+def test_the_answer_says_what_was_simulated_and_what_binds(plan: ModulePlan):
+    text = str(plan)
+    assert text.startswith("Plan for 4 H100 SXM: simulated, nothing here was measured\n")
+    assert "8 simulated, of which 0 do not fit; 0 without room" in text
+    assert "  binds            " in text
+    assert "  second           " in text
+
+
+def test_recipes_without_room_for_their_states_are_not_captured():
+    state_bytes = 4 * 4 * sum(p.numel() for p in Model().parameters())
+    hardware = replace(CLUSTER.hardware, hbm_capacity_bytes=state_bytes // 2)
+    found = planned(replace(CLUSTER, hardware=hardware))
+    assert {each.dp_shard for each in found.without_memory} == {1}
+    assert {each.recipe.dp_shard for each in found.outcomes} == {4}
+    tiny = replace(hardware, hbm_capacity_bytes=100)
+    with pytest.raises(NoRecipeError, match="and 4 GPUs have"):
+        planned(replace(CLUSTER, hardware=tiny))
+
+
+def test_replicas_of_nodes_are_looked_at_where_there_are_several():
+    shards = {(e.dp_replicate, e.dp_shard): mode_of(e) for e in _recipes(1, 64, 1, 8)}
+    assert shards == {(64, 1): "replicate", (1, 64): "shard", (8, 8): "hybrid_shard"}
+    assert {each.dp_shard for each in _recipes(1, 4, 1, 8)} == {1, 4}
+
+
+def test_the_passes_of_a_recipe_are_the_default_ones_with_its_policy_and_layers():
+    recipe = next(each for each in _recipes(1, 4, 1, 8) if each.memory_policy == "selective")
+    options = CompileConfig(memory_policy="selective")
+    assert passes_of(recipe) == default_passes(options, graph="STEP")
+    named = {getattr(each, "layers", "blocks.*") for each in passes_of(recipe, layers="blocks.*")}
+    assert named == {"blocks.*"}
+
+
+def test_the_model_is_left_as_it_was():
+    model = Model()
+    before = dict(model.named_parameters())
+    plan_module(model, loss, [torch.zeros(1, 2, WIDTH)], CLUSTER, num_gpus=2, layers="blocks.*")
+    after = dict(model.named_parameters())
+    assert all(after[name] is each for name, each in before.items())
+
+
+def test_everything_wrong_with_a_request_is_told_at_once():
+    with pytest.raises(ValueError, match="plan_module") as raised:
+        plan_module(
+            nn.Linear(2, 2).requires_grad_(False),
+            loss,
+            [torch.zeros(3, 2), torch.zeros(4)],
+            CLUSTER,
+            num_gpus=1,
+            num_microbatches=0,
+        )
+    assert str(raised.value).splitlines() == [
+        "plan_module:",
+        "  num_gpus is 1, and must be 2 or more",
+        "  num_microbatches is 0, and must be 1 or more",
+        "  inputs have [(3,), (4,)] samples, and must have the same number, 1 or more",
+        "  the model has no parameter that is trained",
+        "  layers is 'layers.*', which no module of the model is; it has ",
+    ]

@@ -1,0 +1,70 @@
+"""The sizes of a scaling curve: what is asked of each, and what is made of what it found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planning.outcomes import outcome, report, scaling
+
+from gt_trainer.planning import scaling_curve as curve
+from gt_trainer.planning.candidates import PlanRequest
+
+_REQUEST = PlanRequest(num_gpus=64, global_batch=128, gpus_per_node=8, fixed={})
+
+
+class _Model:
+    seq_len = 8192
+
+
+def _curve(monkeypatch, *, seconds=100.0, sizes=(64, 256)):
+    """Points, and what was searched with how much time."""
+    searched = []
+    plan = report((outcome(8),)).plan
+
+    def search_plan(config, model, request, machines, *, seconds, enough, **options):
+        searched.append((request.num_gpus, request.global_batch, len(machines), enough))
+        assert 0 < seconds <= 100
+        return replace(plan, outcomes=((outcome(4, ms=500.0),),), least_us=2e5)
+
+    monkeypatch.setattr(curve, "search_plan", search_plan)
+    points = curve.scaling_curve(None, _Model, _REQUEST, plan, seconds=seconds, sizes=sizes)
+    return points, searched
+
+
+def test_the_batch_grows_with_the_gpus_or_stays_and_the_plan_is_its_own_point(monkeypatch):
+    points, searched = _curve(monkeypatch)
+    assert [(each.num_gpus, each.global_batch_tokens, each.grows) for each in points] == [
+        (64, 128 * 8192, True),
+        (256, 512 * 8192, True),
+        (64, 128 * 8192, False),
+        (256, 128 * 8192, False),
+    ]
+    assert searched == [(256, 512, 1, 1), (256, 128, 1, 1)]
+    assert [each.simulated for each in points[:2]] == [outcome(8), outcome(4, ms=500.0)]
+    assert [each.least_us for each in points[:2]] == [1e5, 2e5]
+    assert points[1].most_tokens_per_second_per_gpu == 512 * 8192 / 0.2 / 256
+
+
+def test_a_batch_that_would_have_no_whole_sequences_is_left_out():
+    odd = replace(_REQUEST, global_batch=3)
+    asked = [(grows, each.num_gpus) for grows, each in curve._requests(odd, (32, 64))]
+    assert asked == [(True, 64), (False, 32), (False, 64)]
+
+
+def test_rows_say_what_is_bounded_what_is_simulated_and_what_cannot_be():
+    text = str(report((outcome(8),), scaling=scaling()))
+    _, bounded, *_ = rows = text[text.index(curve.SCALING_HEAD) :].splitlines()[:5]
+    assert bounded == (
+        "      64        524,288  growing        12,800         8,000  40.0%  "
+        "dp_shard 8 | 1 x 1 seq selective"
+    )
+    assert rows[2] == "     256      2,097,152  growing         3,200             -"
+    assert rows[4] == "     256         65,536    fixed no recipe divides this batch and could fit"
+
+
+def test_data_has_the_curve():
+    data = report((outcome(8),), scaling=scaling()).as_data()["scaling"]
+    assert [each["num_gpus"] for each in data] == [64, 256, 64, 256]
+    assert data[0]["simulated"]["step_us"] == 1e6
+    assert data[1]["simulated"] is None
+    assert data[3]["least_us"] is None
