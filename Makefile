@@ -30,7 +30,7 @@ help:
 	@echo 'make test-gpu    what only a GPU can prove (ARGS=... to pytest); skipped with a reason without one'
 	@echo 'make check       ruff, mypy --strict, import layers, dependencies, workspace metadata, the site'
 	@echo 'make docs        the documentation as a site in outputs/site, from the programs that tests run'
-	@echo 'make format      let ruff format and fix'
+	@echo 'make format      let ruff format and fix, and copy programs into the pages that show them'
 	@echo 'make build       wheels and source distributions of all packages in dist/'
 	@echo 'make smoke       each wheel passes its own tests in a fresh environment'
 	@echo 'make release     date, build, smoke, commit and tag what is unreleased (ARGS=--dry-run to see what)'
@@ -125,6 +125,7 @@ docs: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+	$(BIN)/python tools/page_programs.py
 
 build: $(STAMP)
 	rm -rf dist

@@ -78,7 +78,7 @@ def train(*, captured: bool) -> list[float]:
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=3e-3)
 
-    # --8<-- [start:step]
+    # [start: step]
     def step(tokens: Tensor, targets: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         logits = model(tokens)
         with phase("loss"):
@@ -93,7 +93,7 @@ def train(*, captured: bool) -> list[float]:
         run = traced.bind(model)
         if dist.get_rank() == 0:
             print(report)
-    # --8<-- [end:step]
+    # [end: step]
 
     history = []
     for index in range(NUM_STEPS):

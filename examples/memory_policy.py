@@ -25,7 +25,7 @@ from gt_trace import module_fqn, trace_step
 WIDTH = 64
 
 
-# --8<-- [start:policy]
+# [start: policy]
 @register_pass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeSomeFeedForwards(MemoryPolicyPass):
@@ -41,7 +41,7 @@ class RecomputeSomeFeedForwards(MemoryPolicyPass):
         return int(layer) % self.every != 0 or "feed_forward" not in inner
 
 
-# --8<-- [end:policy]
+# [end: policy]
 
 
 class Layer(nn.Module):

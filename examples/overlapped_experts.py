@@ -69,7 +69,7 @@ class MoE(nn.Module):
         return (back * scores.gather(-1, expert)).view(hidden.shape)
 
 
-# --8<-- [start:annotations]
+# [start: annotations]
 @contextmanager
 def annotated(moes: list[MoE]) -> Iterator[None]:
     """Say what the methods of these instances are to the overlap, while a step is traced."""
@@ -91,7 +91,7 @@ OVERLAP = CompileConfig(
         enabled=True, strategy="graph", module_fqn="layers.*", chunk_dim="batch", num_chunks=2
     )
 )
-# --8<-- [end:annotations]
+# [end: annotations]
 
 
 def train(options: CompileConfig) -> tuple[list[float], PassManagerReport]:

@@ -70,6 +70,7 @@ def mesh_of_ranks() -> DeviceMesh:
     return init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("data", "model"))
 
 
+# [start: loop]
 def train_placed() -> list[float]:
     """Train on this rank: the loop that a user writes. Losses over all ranks."""
     mesh = mesh_of_ranks()
@@ -89,6 +90,9 @@ def train_placed() -> list[float]:
     if dist.get_rank() == 0:
         print(plan_report(plan))
     return history
+
+
+# [end: loop]
 
 
 def train_alone() -> list[float]:

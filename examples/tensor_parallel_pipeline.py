@@ -78,6 +78,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+# [start: runner]
 def runner_of(model: nn.Module, mesh: DeviceMesh) -> tuple[GraphPPRunner, nn.Module]:
     """The pipeline, and this rank's part of the model."""
     num_stages, index = mesh.size(0), mesh.get_local_rank("pp")
@@ -104,6 +105,9 @@ def runner_of(model: nn.Module, mesh: DeviceMesh) -> tuple[GraphPPRunner, nn.Mod
         "1F1B", num_ranks=num_stages, num_stages=num_stages, num_microbatches=NUM_MICROBATCHES
     )
     return GraphPPRunner([stage], schedule, group=pp, collective_groups=[tp]), module
+
+
+# [end: runner]
 
 
 def train_pipelined(model: nn.Module) -> list[float]:

@@ -28,7 +28,7 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.llama3 import model_registry
 from torchtitan.tools.logging import logger
 
-# --8<-- [start:trainer]
+# [start: trainer]
 from gt_trainer.trainer import (
     GraphTrainer as Trainer,
 )  # was: from torchtitan.trainer import Trainer
@@ -66,7 +66,7 @@ class AveragingTrainer(Trainer):
         return [each for part in self.model_parts for each in part.parameters()]
 
 
-# --8<-- [end:trainer]
+# [end: trainer]
 
 
 class CountingDataLoader(ParallelAwareDataloader):

@@ -6,6 +6,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from page_programs import without_marks
 from site_links import repository_path, with_site_links
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,6 +21,9 @@ OUTSIDE = (
 )
 """Pages that are not in ``docs/``. The root's README is the first page's, in other words."""
 
+PROGRAMS = "examples/*.py"
+"""Programs that are pages of the site."""
+
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that stand beside what they describe."""
@@ -27,6 +31,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for path in sorted(ROOT.glob(pattern)):
             name = path.relative_to(ROOT).as_posix()
             files.append(File.generated(config, name, abs_src_path=str(path)))
+    for path in sorted(ROOT.glob(PROGRAMS)):
+        source = without_marks(path.read_text(encoding="utf-8"))
+        page = f"# {path.name}\n\n```python\n{source}```\n"
+        name = f"{path.relative_to(ROOT).as_posix()}.md"
+        files.append(File.generated(config, name, content=page))
     return files
 
 

@@ -1,8 +1,9 @@
 """Where the links of a page of the repository lead to on the site.
 
 Pages link to each other as files of the repository do, so that they can be read there. On the site,
-``docs/`` is the root, everything else keeps its path, and what is no page (a source, a folder
-without a README) has nothing to link to: its text stays. What is nowhere is refused.
+``docs/`` is the root, everything else keeps its path, a program may have a page of its name, and
+what is no page (a source, a folder without a README) has nothing to link to: its text stays. What
+is nowhere is refused.
 """
 
 import posixpath
@@ -54,7 +55,7 @@ def with_site_links(markdown: str, *, source: str, site_pages: Collection[str], 
         wanted = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
         if not (root / wanted).exists():
             raise BrokenLinkError(f"{source} links to {target}, but there is no {wanted}")
-        for each in (wanted, f"{wanted}/README.md"):
+        for each in (wanted, f"{wanted}/README.md", f"{wanted}.md"):
             page = site_path(each)
             if page in site_pages:
                 folder = posixpath.dirname(site_path(source))

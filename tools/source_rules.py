@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
+from page_programs import PAGES, MissingPieceError, with_pieces
 from workspace import Workspace
 
 FORBIDDEN_MODULE = "torchtitan.experiments"
@@ -108,6 +109,17 @@ def every_export_is_used(workspace: Workspace) -> Iterator[str]:
                 )
 
 
+def pages_show_their_programs(workspace: Workspace) -> Iterator[str]:
+    """What a page shows of a program is what a test runs."""
+    for path in sorted(workspace.root.glob(PAGES)):
+        page, name = path.read_text(encoding="utf-8"), path.relative_to(workspace.root)
+        try:
+            if with_pieces(page, workspace.root) != page:
+                yield f"{name} shows a program as it was: `make format`"
+        except MissingPieceError as error:
+            yield f"{name} shows a piece of {error}"
+
+
 SOURCE_RULES = (
     every_export_is_used,
     no_lock_file,
@@ -115,6 +127,7 @@ SOURCE_RULES = (
     no_forbidden_import,
     no_vague_name,
     no_name_with_two_meanings,
+    pages_show_their_programs,
 )
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from gt_trainer.command_line.command_line import parse_command_line
 from gt_trainer.command_line.early_refusal import refuse_early
+from gt_trainer.command_line.known_flags import explain_flags
 from gt_trainer.models.catalog import INTENDED_WORLD_SIZE
 
 ROOT = Path(__file__).parents[2]
@@ -22,24 +23,43 @@ PAGES = [
     ROOT / "docs" / "how-to.md",
     *sorted(ROOT.glob("docs/tutorials/*.md")),
 ]
+"""Those for users."""
+
+WITH_PROSE = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md"]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+STAND_INS = {"FOLDER": "my/llama", "N": "2"}
+"""What prose calls by a word in capitals, and one of it."""
 
 
 def commands(page: Path) -> Iterator[str]:
-    """The lines of fenced blocks that are no program's, and what a table shows."""
-    text = page.read_text(encoding="utf-8")
-    for language, block in re.findall(
-        r"^```(\w*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE
-    ):
+    """The lines of fenced blocks that are no program's."""
+    for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
         if language in ("", "sh"):
             yield from block.replace("\\\n", " ").splitlines()
-    yield from re.findall(r"^\|.*?\| `(gt-train[^`]*)`", text, flags=re.MULTILINE)
+
+
+def code_in_prose(page: Path, pattern: str) -> list[str]:
+    """What sentences and tables set as code, and a pattern matches."""
+    prose = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    found = dict.fromkeys(re.findall(rf"`((?:\S*/)?{pattern})`", prose))
+    return [re.sub(r"\b[A-Z]+\b", lambda word: STAND_INS[word[0]], each) for each in found]
 
 
 SHOWN = [
     pytest.param(page, shlex.split(line, comments=True), id=f"{page.relative_to(ROOT)}: {line}")
-    for page in PAGES
-    for line in commands(page)
+    for pages, found_in in (
+        (PAGES, commands),
+        (WITH_PROSE, lambda page: code_in_prose(page, "gt-train [^`]+")),
+        (WITH_PROSE, lambda page: code_in_prose(page, "make [a-z][^`=]+")),
+    )
+    for page in pages
+    for line in found_in(page)
     if line.strip() and not line.startswith("#")
+]
+FLAGS = [
+    pytest.param(flag, id=f"{page.relative_to(ROOT)}: {flag}")
+    for page in [*WITH_PROSE, ROOT / "docs" / "what-works-with-what.md"]
+    for flag in dict.fromkeys(re.findall(r"`(--[\w-]+[.][\w.-]*\w)", page.read_text("utf-8")))
 ]
 
 
@@ -58,7 +78,9 @@ def test_a_command_of_gt_train_is_accepted_as_far_as_it_is_judged_without_torch(
     page: Path, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine.json").touch()  # somebody's hardware
+    (tmp_path / "my_run.py").touch()  # somebody's module
     their_model = tmp_path / "my" / "llama"
     their_model.mkdir(parents=True)
     (their_model / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
@@ -70,10 +92,16 @@ def test_a_command_of_gt_train_is_accepted_as_far_as_it_is_judged_without_torch(
         refuse_early(command, command.world_size or command.num_processes or intended)
 
 
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_flag_that_a_sentence_names_is_there(flag: str):
+    value = "1"  # not of every flag's kind, which is not asked here
+    assert not [each for each in explain_flags([flag, value]) if each.startswith("no flag")]
+
+
 @pytest.mark.parametrize(("page", "words"), of_program("make"))
 def test_a_target_of_make_is_there(page: Path, words: list[str]):
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in (word for word in words[1:] if "=" not in word):
+    for target in (word for word in words[1:] if "=" not in word and not word.startswith("-")):
         assert re.search(rf"^{re.escape(target)}:", makefile, flags=re.MULTILINE)
 
 

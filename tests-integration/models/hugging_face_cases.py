@@ -36,17 +36,20 @@ CONFIGS = {
 }
 
 
-def make_folder(parent: Path, family: str, **changes: Any) -> Path:
+def make_folder(parent: Path, family: str, *, max_shard_size: str = "5GB", **changes: Any) -> Path:
     """A folder as ``save_pretrained`` makes it, with the tokenizer that we ship.
 
     Args:
         parent: In which it is made.
         family: Of ``CONFIGS``.
+        max_shard_size: Of a file of weights, as ``save_pretrained`` takes it.
         changes: Of config.json, afterwards.
     """
     folder = parent / family
     torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(CONFIGS[family]()).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(CONFIGS[family]()).save_pretrained(
+        folder, max_shard_size=max_shard_size
+    )
     shutil.copy(shipped_tokenizer_path() / "tokenizer.json", folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     "architecture.md",
     "decisions/0005-buckets.md",
+    "examples/b.py.md",
     "index.md",
     "packages/gt-trace/README.md",
     "packages/gt-passes/README.md",
@@ -27,6 +28,7 @@ def repository(tmp_path: Path) -> Path:
         "docs/decisions/0005-buckets.md",
         "docs/architecture.md",
         "examples/a.py",
+        "examples/b.py",
         "tools/a.py",
         "packages/gt-trace/README.md",
         "packages/gt-passes/README.md",
@@ -50,6 +52,7 @@ def linked(markdown: str, source: str, root: Path) -> str:
         ("docs/architecture.md", "decisions/0005-buckets.md", "decisions/0005-buckets.md"),
         ("docs/architecture.md", "../packages/gt-trace", "packages/gt-trace/README.md"),
         ("docs/decisions/0005-buckets.md", "../../packages/gt-trace/", "../packages/gt-trace/README.md"),
+        ("docs/architecture.md", "../examples/b.py", "examples/b.py.md"),
         ("docs/architecture.md", "#here", "#here"),
         ("docs/architecture.md", "https://example.org/a.md", "https://example.org/a.md"),
     ],

@@ -1,4 +1,4 @@
-"""The README's example runs and prints what it says."""
+"""The README's examples run and print what it says."""
 
 import contextlib
 import io
@@ -8,14 +8,16 @@ from pathlib import Path
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_the_example_prints_what_the_readme_shows():
+def test_the_examples_print_what_the_readme_shows():
     text = README.read_text(encoding="utf-8")
-    [program] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    [shown] = re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(program, str(README), "exec"), {})
-    assert printed.getvalue() == shown
+    programs = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    shown = re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)
+    assert len(programs) == len(shown) == 2
+    for program, expected in zip(programs, shown, strict=True):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(program, str(README), "exec"), {})
+        assert printed.getvalue() == expected
 
 
 def test_the_map_names_every_module():

@@ -2,10 +2,13 @@
 
 import dataclasses
 import math
+import re
+from pathlib import Path
 
 import pytest
 from asked import EP_TOPOLOGY, KNOWN, TOPOLOGY, found, mesh, only, overlap
 
+import gt_config._rules
 from gt_config import (
     AutoParallelConfig,
     CompileConfig,
@@ -20,6 +23,8 @@ from gt_config._field_types import field_hints
 from gt_config._field_values import BOUNDS
 from gt_config._rules import RULES
 from gt_config._subject import leaf_paths
+from gt_config.topology import TOPOLOGY_FLAGS
+from gt_config.validate import _FLAG
 
 # ---- the whole ---------------------------------------------------------------------------------
 
@@ -103,7 +108,7 @@ def test_lists_every_violation_at_once_with_its_exact_text():
         "  8. --compile.ep_overlap.chunk_dim is 'seq'\n"
         "     allowed: 'seq' only with --compile.ep_overlap.module_fqn layers.*.moe, not layers.*: "
         "attention needs the whole K/V context\n"
-        "     fix: use --compile.ep_overlap.module_fqn 'layers.*.moe', or chunk_dim batch\n"
+        "     fix: use --compile.ep_overlap.module_fqn 'layers.*.moe', or --compile.ep_overlap.chunk_dim batch\n"
         "  9. --training.seq_len is 130\n"
         "     allowed: a multiple of 6, for 2 equal chunks on each of 3 sequence shards\n"
         "     fix: use 132"
@@ -254,3 +259,51 @@ def test_refuses_fewer_than_two_chunks(num_chunks):
     violation = only(overlap(num_chunks=num_chunks), EP_TOPOLOGY)
     assert violation.flag == "--compile.ep_overlap.num_chunks"
     assert violation.allowed == "2 or more"
+
+
+# ---- under other names -------------------------------------------------------------------------
+
+
+def their_flag(flag: str) -> str:
+    theirs = {"--parallelism.tensor_parallel_degree": "--tp", "world size": "--gpus"}
+    return theirs.get(flag, flag.replace("--compile.", "--graph-").replace("_", "-"))
+
+
+def test_a_trainer_with_other_flags_gets_errors_with_its_names():
+    config = CompileConfig(
+        mode="none", autoparallel=True, inductor_compilation="autoparallel_backend", passes=("x",)
+    )
+    with pytest.raises(ConfigError) as error:
+        validate(config, mesh(world=4, tp=3), known_passes=KNOWN, name_flag=their_flag)
+    assert (
+        str(error.value)
+        == """\
+the configuration has 4 problems:
+  1. --gpus is 4
+     allowed: dp_replicate 1 * dp_shard 1 * cp 1 * tp 3 * pp 1 = 3
+     fix: start 3 processes, or change a degree
+  2. --training.seq-len is 8
+     allowed: a multiple of 3 (tp 3)
+     fix: use 9, or smaller degrees
+  3. --graph-inductor-compilation is 'autoparallel_backend'
+     allowed: 'autoparallel_backend' only with --graph-mode aot_fx_trace, not none
+     fix: use --graph-mode aot_fx_trace, or choose another --graph-inductor-compilation
+  4. --graph-passes is 'x'
+     allowed: the registered passes: canonicalize-views, one-all-gather-chain, remove-dead-code
+     fix: drop it"""
+    )
+
+
+def test_every_flag_that_a_rule_names_can_be_given_another_name():
+    options = {f"--compile.{path.partition('.')[2]}" for path in leaf_paths(CompileConfig, "c")}
+    of_a_batch = {"--training.global_batch_size"}  # of which a topology has the microbatches
+    known = options | {*TOPOLOGY_FLAGS.values()} | of_a_batch
+    rules = Path(gt_config._rules.__file__).parent
+    named = {
+        flag
+        for source in rules.glob("*.py")
+        for flag in re.findall(r"--[\w.-]+\w", source.read_text(encoding="utf-8"))
+    }
+    assert "--compile.mode" in named
+    assert named <= known | {"--compile.ep_overlap"}
+    assert all(_FLAG.fullmatch(flag) for flag in known if flag.startswith("--"))

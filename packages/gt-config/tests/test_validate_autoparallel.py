@@ -12,7 +12,7 @@ def test_autoparallel_backend_needs_autoparallel():
         flag="--compile.inductor_compilation",
         value="autoparallel_backend",
         allowed="'autoparallel_backend' only with --compile.autoparallel",
-        fix="add --compile.autoparallel, or choose another inductor_compilation",
+        fix="add --compile.autoparallel, or choose another --compile.inductor_compilation",
     )
 
 
@@ -24,7 +24,7 @@ def test_autoparallel_backend_needs_a_trace():
         flag="--compile.inductor_compilation",
         value="autoparallel_backend",
         allowed="'autoparallel_backend' only with --compile.mode aot_fx_trace, not aot_joint",
-        fix="use --compile.mode aot_fx_trace, or choose another inductor_compilation",
+        fix="use --compile.mode aot_fx_trace, or choose another --compile.inductor_compilation",
     )
 
 

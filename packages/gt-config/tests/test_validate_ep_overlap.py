@@ -48,7 +48,7 @@ def test_sequence_chunking_needs_moe_roots():
         value="seq",
         allowed="'seq' only with --compile.ep_overlap.module_fqn layers.*.moe, not layers.*: "
         "attention needs the whole K/V context",
-        fix="use --compile.ep_overlap.module_fqn 'layers.*.moe', or chunk_dim batch",
+        fix="use --compile.ep_overlap.module_fqn 'layers.*.moe', or --compile.ep_overlap.chunk_dim batch",
     )
 
 

@@ -83,10 +83,10 @@ def test_a_value_that_no_run_can_have_is_refused_with_all_others():
         optimize(traced, options)
     assert str(error.value) == (
         "the configuration has 2 problems:\n"
-        "  1. --compile.memory_policy is 'selectiv'\n"
+        "  1. CompileConfig.memory_policy is 'selectiv'\n"
         "     allowed: 'save_all', 'selective', 'selective_alternate', 'full_recompute' or 'offload'\n"
         "     fix: did you mean 'selective'?\n"
-        "  2. --compile.passes is 'remove-dead-cod'\n"
+        "  2. CompileConfig.passes is 'remove-dead-cod'\n"
         "     allowed: the registered passes: "
         + ", ".join(known_passes())
         + "\n     fix: did you mean 'remove-dead-code'?"
@@ -105,10 +105,10 @@ def test_options_that_would_do_nothing_are_refused_by_name():
         optimize(traced, CompileConfig(mode="aot_joint", debug_graph_passes=True))
     assert str(error.value) == (
         "the configuration has 2 problems:\n"
-        "  1. --compile.mode is 'aot_joint'\n"
+        "  1. CompileConfig.mode is 'aot_joint'\n"
         "     allowed: its default 'aot_fx_trace': no pass on a captured step reads it\n"
         "     fix: leave it out\n"
-        "  2. --compile.debug_graph_passes is True\n"
+        "  2. CompileConfig.debug_graph_passes is True\n"
         "     allowed: its default False: no pass on a captured step reads it\n"
         "     fix: leave it out"
     )

@@ -8,7 +8,9 @@ are in its ``preflight``). What has been judged is trusted afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from gt_config._field_values import check_field_values
 from gt_config._rules import RULES
@@ -18,12 +20,16 @@ from gt_config.compile_config import CompileConfig
 from gt_config.errors import ConfigError, Violation
 from gt_config.topology import Topology
 
+_FLAG = re.compile(r"--\w+(?:\.\w+)+")
+"""A flag within a sentence."""
+
 
 def validate(
     config: CompileConfig,
     topology: Topology,
     *,
     known_passes: Collection[str],
+    name_flag: Callable[[str], str] | None = None,
 ) -> None:
     """Refuse a configuration that breaks any rule.
 
@@ -31,12 +37,14 @@ def validate(
         config: the flags under ``--compile.``.
         topology: the mesh degrees and batch extents of the run, in ranks, samples and tokens.
         known_passes: every registered pass name.
+        name_flag: what a caller's users type for a flag of gt-train, such as ``--compile.mode`` or
+            a value of ``TOPOLOGY_FLAGS``: messages name that. None: they name gt-train's.
 
     Raises:
         ConfigError: lists every violation with its flag, value, what is allowed and the fix.
         TypeError: an argument is not of its type at all.
     """
-    violations = find_violations(config, topology, known_passes=known_passes)
+    violations = find_violations(config, topology, known_passes=known_passes, name_flag=name_flag)
     if violations:
         raise ConfigError(violations)
 
@@ -46,6 +54,7 @@ def find_violations(
     topology: Topology,
     *,
     known_passes: Collection[str],
+    name_flag: Callable[[str], str] | None = None,
 ) -> tuple[Violation, ...]:
     """What ``validate`` would raise, as data: for a caller that has rules of its own to add.
 
@@ -70,7 +79,23 @@ def find_violations(
     for rule in RULES:
         if _sound(rule.reads, unsound):
             violations.extend(rule.check(subject))
-    return tuple(violations)
+    if name_flag is None:
+        return tuple(violations)
+    return tuple(_renamed(violation, name_flag) for violation in violations)
+
+
+def _renamed(violation: Violation, name_flag: Callable[[str], str]) -> Violation:
+    """A violation in the words of a trainer whose flags have other names."""
+
+    def renamed(text: str) -> str:
+        return _FLAG.sub(lambda match: name_flag(match[0]), text)
+
+    return replace(
+        violation,
+        flag=name_flag(violation.flag),
+        allowed=renamed(violation.allowed),
+        fix=renamed(violation.fix),
+    )
 
 
 def malformed_options(config: CompileConfig, *, known_passes: Collection[str]) -> tuple[str, ...]:

@@ -78,12 +78,21 @@ def optimize(
     return manager.run(traced.graph_module)
 
 
+_FIELD = "CompileConfig."
+"""What options are called where there are no flags."""
+
+
 def _check_options(options: CompileConfig) -> None:
     """Refuse what is wrong whatever the model and the mesh are, which nobody names here."""
     known = known_passes()
-    malformed = {f"--compile.{path}" for path in malformed_options(options, known_passes=known)}
+    malformed = {_FIELD + path for path in malformed_options(options, known_passes=known)}
     anywhere = Topology(world=1, batch_size=1, seq_len=1)
-    violations = find_violations(options, anywhere, known_passes=known)
+    violations = find_violations(
+        options,
+        anywhere,
+        known_passes=known,
+        name_flag=lambda flag: flag.replace("--compile.", _FIELD),
+    )
     refused = [each for each in violations if each.flag in malformed]
     refused += [each for each in _idle_options(options) if each.flag not in malformed]
     if refused:
@@ -96,7 +105,7 @@ def _idle_options(options: CompileConfig) -> Iterator[Violation]:
         value, default = getattr(options, name), getattr(defaults, name)
         if value != default:
             yield Violation(
-                flag=f"--compile.{name}",
+                flag=_FIELD + name,
                 value=value,
                 allowed=f"its default {default!r}: no pass on a captured step reads it",
                 fix="leave it out",

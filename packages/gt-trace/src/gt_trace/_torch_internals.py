@@ -103,12 +103,20 @@ GLOBAL_HOOKS: dict[str, Mapping[int, Any]] = {
 }
 """PyTorch's own tables of the hooks that run in the calls of all modules, by kinds of hooks."""
 
-DATA_DEPENDENT = (
+_DATA_DEPENDENT = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     GuardOnDataDependentSymNode,
 )
-"""What PyTorch raises where Python asks for a value that a tensor without data does not have."""
+
+
+def asks_for_values(error: Exception) -> bool:
+    """Whether PyTorch raised it since Python asked for the values of a tensor without data.
+
+    Of ``Tensor.numpy()`` it raises no class of its own.
+    """
+    of_numpy = ".numpy() is not supported for tensor subclasses"
+    return isinstance(error, _DATA_DEPENDENT) or str(error).startswith(of_numpy)
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

@@ -34,12 +34,17 @@ def counts(x: Tensor) -> Tensor:
     return positive if len(positive) > 3 else x
 
 
+def leaves_torch(x: Tensor) -> Tensor:
+    return x + torch.from_numpy(x.numpy())
+
+
 DECIDING: dict[Callable[[Tensor], Tensor], str] = {
     branches: "return x if x.sum() > 0 else -x",
     branches_on_an_item: "return x if total > 0 else -x",
     slices: "return x[: int(x.sum())]",
     compares: "return x if torch.equal(x, x * 2) else -x",
     counts: "return positive if len(positive) > 3 else x",
+    leaves_torch: "return x + torch.from_numpy(x.numpy())",
 }
 
 

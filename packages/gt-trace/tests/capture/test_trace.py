@@ -95,6 +95,16 @@ def test_closed_over_tensor_is_refused(model: TiedModel) -> None:
     )
 
 
+def test_a_step_whose_model_was_not_given_is_refused_with_how_to_give_it(model: TiedModel) -> None:
+    with pytest.raises(ConstantCapturedError) as error:
+        trace_step(lambda tokens: model(tokens).sum())(batch(1)[0])
+    assert str(error.value).startswith(
+        "tensors that are neither state nor argument of the step would be frozen into the graph; "
+        "give the model, trace_step(step, module=model), pass them as arguments, or give "
+        "constants='allow':\n  torch.float32 ["
+    )
+
+
 def test_closed_over_tensor_is_frozen_where_that_is_allowed(model: TiedModel) -> None:
     weights = torch.rand(16)
 
@@ -126,10 +136,8 @@ def test_step_that_writes_grad_is_refused_with_every_parameter_named() -> None:
         trace_step(step, module=model)(torch.ones(1, 2))
     assert str(error.value) == (
         "the step has side effects:\n"
-        "  weight.grad was written, and a replay would lose it; use torch.autograd.grad and "
-        "return the gradients\n"
-        "  bias.grad was written, and a replay would lose it; use torch.autograd.grad and "
-        "return the gradients"
+        "  weight.grad, bias.grad were written, and a replay would lose them; use "
+        "torch.autograd.grad and return the gradients"
     )
 
 

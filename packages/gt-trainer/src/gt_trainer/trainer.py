@@ -9,6 +9,7 @@ configured and not copied.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +27,7 @@ from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from gt_trace import InputPreparer
 from gt_trainer.artifacts.run_identity import Machine, RunSettings, topology_of_run
 from gt_trainer.checkpoints.manager import CheckedCheckpointManager
 from gt_trainer.compile_options import TrainerCompileConfig, chosen_options
@@ -182,6 +184,16 @@ class GraphTrainer(Trainer):
                 extra_kwargs["attention_masks"], num_ranks=mesh.size(), rank=mesh.get_local_rank()
             )
         return inputs, labels, extra_kwargs
+
+    def input_preparers(self) -> Sequence[InputPreparer]:
+        """Hooks of a trainer of one's own on the inputs of captured steps; none here.
+
+        Arguments are those of the step: token ids (B, L), labels (B, L), the number of tokens of
+        all ranks, and a dictionary of what else the model takes, such as positions and masks. They
+        run at each capture, in ``--compile.mode aot_fx_trace`` without a pipeline; options that
+        would leave them out are refused.
+        """
+        return ()
 
     def forward_backward_step(
         self,
@@ -460,4 +472,5 @@ class GraphTrainer(Trainer):
                 Path(config.dump_folder) / CAPTURES_FILE,
                 in_detail=config.compile.debug_graph_passes,
             ),
+            input_preparers=self.input_preparers(),
         )

@@ -216,7 +216,7 @@ def test_versions_and_sources_of_each_package_are_fields():
     for package in PACKAGES:
         assert f'environment["{package}"]' in unchanged().fields
         assert len(unchanged().fields[f'environment["sources of {package}"]']) == 66
-    for name in ("python", "torch", "torch git", "torch cuda", "torchtitan"):
+    for name in ("python", "torch", "torch git", "torch cuda", "torchtitan", "transformers"):
         assert f'environment["{name}"]' in unchanged().fields
     assert 'definitions["torchtitan.models.llama3.model"]' in unchanged().fields
 

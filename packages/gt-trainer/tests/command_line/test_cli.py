@@ -102,8 +102,8 @@ def test_bad_input_is_one_message_and_status_2(capsys):
     assert shown.out == ""
     assert shown.err == (
         "gt-train: no module 'lama3'. Did you mean 'llama3'?\n"
-        f"modules: {', '.join([*CATALOG, *torchtitan_modules()])}; the dotted path of a module of "
-        "yours; or hf:FOLDER\n"
+        f"modules: {', '.join([*CATALOG, *torchtitan_modules()])}; a Python module of yours; "
+        "or hf:FOLDER\n"
     )
 
 

@@ -117,7 +117,7 @@ def test_asking_for_information_wins_over_mistakes(flag):
 def test_an_unknown_module_is_refused_with_near_matches_and_the_list():
     assert refusal("--module", "lama3") == (
         "no module 'lama3'. Did you mean 'llama3'?\n"
-        f"modules: {MODULES}; the dotted path of a module of yours; or hf:FOLDER"
+        f"modules: {MODULES}; a Python module of yours; or hf:FOLDER"
     )
 
 
@@ -173,7 +173,7 @@ def test_all_mistakes_are_reported_at_once():
         "  2. --nproc is '-2', and must be a positive integer\n"
         "  3. --world-size is 'x', and must be a positive integer\n"
         "  4. no module 'lama3'. Did you mean 'llama3'?\n"
-        f"     modules: {MODULES}; the dotted path of a module of yours; or hf:FOLDER\n"
+        f"     modules: {MODULES}; a Python module of yours; or hf:FOLDER\n"
         "  5. --log-rank is '7', and must be 'all' or ranks from 0 to 0, separated by commas"
     )
 
@@ -243,6 +243,10 @@ def test_all_mistakes_are_reported_at_once():
         ),
         (["--training.step", "5"], "no flag '--training.step'. Did you mean '--training.steps'?"),
         (["--debug.no-determinstic"], MISSPELLED_SWITCH),
+        (
+            ["--module", "my/models.py", "--config", "tiny"],
+            "--module my/models.py is a path: give the module, --module my.models",
+        ),
         (["--dryrun"], "no option '--dryrun'. Did you mean '--dry-run'?"),
     ],
 )

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from refused_configurations import changed, refusal
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.tools.profiler import Profiler
 
 from gt_trainer.data.shipped_tokenizer import shipped_tokenizer_path
@@ -151,6 +152,29 @@ def test_the_text_of_a_validation_is_judged_where_it_is_read(tmp_path):
     )
 
 
+def test_a_data_set_of_torchtitans_that_is_not_here_is_refused(tmp_path):
+    config = changed(llama3.llama3_debugmodel(), tmp_path)
+    config.dataloader = HuggingFaceTextDataLoader.Config(dataset="c4_test")
+    assert refusal(config, 1) == (
+        "the configuration has 1 problem:\n"
+        "  1. --dataloader.dataset is 'c4_test'\n"
+        "     allowed: a data set whose files are here, or on a hub\n"
+        "     fix: there is no 'tests/assets/c4_test': give where it is "
+        "(--dataloader.dataset_path), or another data set"
+    )
+    config.dataloader = HuggingFaceTextDataLoader.Config(dataset="c5")
+    assert (
+        "allowed: a data set of torchtitan's: c4, c4_test, c4_validation\n"
+        "     fix: choose one of these, or register yours in torchtitan's DATASETS"
+    ) in refusal(config, 1)
+    config.dataloader = HuggingFaceTextDataLoader.Config(dataset="C4")
+    check_configuration(config, 1)
+    config.dataloader = HuggingFaceTextDataLoader.Config(
+        dataset="c4_test", dataset_path=str(tmp_path)
+    )
+    check_configuration(config, 1)
+
+
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path):
     config = changed(llama3.llama3_debugmodel(), tmp_path)
     config.model_spec.model.vocab_size = 2000
@@ -169,7 +193,10 @@ def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path):
     config = changed(llama3.llama3_debugmodel(), tmp_path, hf_assets_path=str(tmp_path))
     text = refusal(config, 1)
     assert "  1. --hf_assets_path is " in text
-    assert text.endswith(": download the tokenizer from the model's page, and give its folder")
+    assert text.endswith(
+        ": download the tokenizer from the model's page, and give its folder, or to try things out "
+        f"the one that is here, {shipped_tokenizer_path()}"
+    )
 
 
 def test_a_profilers_folder_that_cannot_be_made_is_refused(tmp_path):

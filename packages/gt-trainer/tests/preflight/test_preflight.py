@@ -13,6 +13,7 @@ from torchtitan.models.llama3 import config_registry
 from torchtitan.tools.profiler import Profiler
 
 from gt_config import ConfigError
+from gt_trainer.data.shipped_tokenizer import shipped_tokenizer_path
 from gt_trainer.models import adapt, deepseek_v3, llama3
 from gt_trainer.models.catalog import CATALOG, INTENDED_WORLD_SIZE
 from gt_trainer.preflight.preflight import check_configuration, topology_of
@@ -57,7 +58,8 @@ the configuration has 13 problems:
       fix: TMP/file is a file: choose another folder
   13. --hf_assets_path is '/no/such/folder'
       allowed: the folder of the model's tokenizer (tokenizer.json)
-      fix: download the tokenizer from the model's page, and give its folder"""
+      fix: download the tokenizer from the model's page, and give its folder, or to try things out \
+the one that is here, TOKENIZER"""
 
 
 def test_the_debug_models_pass_in_the_layouts_they_are_for(tmp_path):
@@ -126,7 +128,8 @@ def test_everything_wrong_is_listed_at_once(tmp_path):
         comm=CommConfig(mode="fake_backend"),
         hf_assets_path="/no/such/folder",
     )
-    assert refusal(config, 4).replace(str(tmp_path), "TMP") == EVERYTHING_WRONG
+    text = refusal(config, 4).replace(str(tmp_path), "TMP")
+    assert text.replace(str(shipped_tokenizer_path()), "TOKENIZER") == EVERYTHING_WRONG
 
 
 def test_torchtitans_own_cuda_graphs_are_refused(tmp_path):

@@ -19,7 +19,7 @@ def _autoparallel_backend_needs_autoparallel_and_a_trace(subject: Subject) -> It
             subject,
             "config.inductor_compilation",
             allowed="'autoparallel_backend' only with --compile.autoparallel",
-            fix="add --compile.autoparallel, or choose another inductor_compilation",
+            fix="add --compile.autoparallel, or choose another --compile.inductor_compilation",
         )
     if config.mode != "aot_fx_trace":
         yield violation(
@@ -27,7 +27,7 @@ def _autoparallel_backend_needs_autoparallel_and_a_trace(subject: Subject) -> It
             "config.inductor_compilation",
             allowed=f"'autoparallel_backend' only with --compile.mode aot_fx_trace, "
             f"not {config.mode}",
-            fix="use --compile.mode aot_fx_trace, or choose another inductor_compilation",
+            fix="use --compile.mode aot_fx_trace, or choose another --compile.inductor_compilation",
         )
 
 

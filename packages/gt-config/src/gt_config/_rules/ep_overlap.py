@@ -43,7 +43,8 @@ def _ep_overlap_choices_fit_together(subject: Subject) -> Iterator[Violation]:
             "config.ep_overlap.chunk_dim",
             allowed=f"'seq' only with --compile.ep_overlap.module_fqn layers.*.moe, "
             f"not {overlap.module_fqn}: attention needs the whole K/V context",
-            fix="use --compile.ep_overlap.module_fqn 'layers.*.moe', or chunk_dim batch",
+            fix="use --compile.ep_overlap.module_fqn 'layers.*.moe', or "
+            "--compile.ep_overlap.chunk_dim batch",
         )
     if overlap.strategy == "eager" and overlap.num_chunks != 2:
         yield violation(

@@ -2,9 +2,10 @@
 
 It checks that the graph is well-formed SSA in execution order, that its inputs and outputs are
 those of the capture, that fake re-propagation gives every recorded shape, stride, dtype and device,
-that no two nodes find out the same size, that every collective is waited for once and read only
-then, and that nothing races with a collective in flight. What needs the graph before a pass is in
-``verification_session``, what needs the graphs of other ranks in ``collective_order``.
+that no two nodes find out the same size, that nothing is written where elements share memory, that
+every collective is waited for once and read only then, and that nothing races with a collective in
+flight. What needs the graph before a pass is in ``verification_session``, what needs the graphs of
+other ranks in ``collective_order``.
 
 XLA verifies around its passes even in release builds, and MLIR after every pass, for the reason
 that stands here too: a pass that breaks a graph is found at that pass, not in a loss curve.
@@ -30,6 +31,7 @@ from gt_passes.verifier.bound_symbols import find_symbol_problems
 from gt_passes.verifier.collective_races import find_race_problems
 from gt_passes.verifier.collective_waits import find_wait_problems
 from gt_passes.verifier.memory_order import MemoryOrder
+from gt_passes.verifier.overlapping_writes import find_overlapping_write_problems
 from gt_passes.verifier.repropagation import Repropagator, UnverifiedNode
 
 
@@ -122,6 +124,7 @@ class Verifier:
         problems += self._repropagator.find_problems(scan, fake_mode)
         problems += find_symbol_problems(scan.position)
         problems += find_wait_problems(scan, tolerated=tolerated_waits)
+        problems += find_overlapping_write_problems(scan.writers)
         if is_well_formed:
             problems += find_race_problems(MemoryOrder.of(scan))
         return VerificationReport(
@@ -161,6 +164,7 @@ class Verifier:
         if any(map(symbols_bound_by, changed)):
             problems += find_symbol_problems(after.position)
         problems += find_wait_problems(after, tolerated=tolerated_waits)
+        problems += find_overlapping_write_problems(n for n in after.writers if n in reached)
         return tuple(problems)
 
 

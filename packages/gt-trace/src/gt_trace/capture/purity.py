@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch.fx import GraphModule
 
-from gt_trace._torch_internals import DATA_DEPENDENT, storage_key
+from gt_trace._torch_internals import asks_for_values, storage_key
 from gt_trace.capture.module_state import StateSlot
 from gt_trace.capture.stack_traces import is_of_user
 from gt_trace.capture.subclass_layout import flatten_tensor
@@ -30,7 +30,9 @@ def refuse_data_dependence() -> Iterator[None]:
     """
     try:
         yield
-    except DATA_DEPENDENT as error:
+    except Exception as error:
+        if not asks_for_values(error):
+            raise
         lines = [
             frame for frame in traceback.walk_tb(error.__traceback__) if is_of_user(frame[0].f_code)
         ]
@@ -57,6 +59,7 @@ def refuse_side_effects(
         CaptureError: lists every such tensor.
     """
     problems: list[str] = []
+    grads: list[str] = []
     for slot, held in zip(slots, before, strict=True):
         kind, name = slot.entry.kind, slot.entry.name
         if any(new is not old for new, old in zip(slot.contents(), held, strict=True)):
@@ -65,10 +68,13 @@ def refuse_side_effects(
                 "place (copy_, add_)"
             )
         if not writes_grad and any(old is not None and _has_grad(old) for old in held):
-            problems.append(
-                f"{name}.grad was written, and a replay would lose it; use torch.autograd.grad "
-                "and return the gradients"
-            )
+            grads.append(f"{name}.grad")
+    if grads:
+        was, it = ("was", "it") if len(grads) == 1 else ("were", "them")
+        problems.append(
+            f"{', '.join(grads)} {was} written, and a replay would lose {it}; use "
+            "torch.autograd.grad and return the gradients"
+        )
     if problems:
         raise CaptureError("the step has side effects:\n  " + "\n  ".join(problems))
 
@@ -92,12 +98,19 @@ def refuse_constants(graph_module: GraphModule, slots: Sequence[StateSlot]) -> N
         for leaf in flatten_tensor(slot.tensor)[0]
     }
     problems = _constants(graph_module, state)
-    if problems:
-        raise ConstantCapturedError(
-            "tensors that are neither state nor argument of the step would be frozen into the "
-            "graph; register them as buffers, pass them as arguments, or give "
-            "constants='allow':\n  " + "\n  ".join(problems)
-        )
+    if not problems:
+        return
+    # What names a model's state is the module that it is given as.
+    remedy = (
+        "register them as buffers, pass them as arguments, or give constants='allow'"
+        if slots
+        else "give the model, trace_step(step, module=model), pass them as arguments, or give "
+        "constants='allow'"
+    )
+    raise ConstantCapturedError(
+        "tensors that are neither state nor argument of the step would be frozen into the "
+        f"graph; {remedy}:\n  " + "\n  ".join(problems)
+    )
 
 
 def _constants(graph_module: GraphModule, state: Mapping[int, str]) -> list[str]:

@@ -280,6 +280,7 @@ def environment(machine: Machine) -> dict[str, str | None]:
         "torch cuda": torch.version.cuda,
         "torchtitan": _version("torchtitan"),
         "torchao": _version("torchao"),
+        "transformers": _version("transformers"),
         "device": machine.device,
         "device name": machine.name,
         "device capability": machine.capability,

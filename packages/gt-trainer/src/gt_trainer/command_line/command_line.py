@@ -26,7 +26,11 @@ from gt_trainer.launcher.rendezvous import Rendezvous
 from gt_trainer.models.catalog import CATALOG, CatalogEntry
 from gt_trainer.models.hugging_face.folder import folder_of, folder_problems
 from gt_trainer.models.published_runs import PUBLISHED_RUNS, PublishedRun
-from gt_trainer.models.torchtitan_modules import torchtitan_configs, torchtitan_modules
+from gt_trainer.models.torchtitan_modules import (
+    is_own_module,
+    torchtitan_configs,
+    torchtitan_modules,
+)
 
 CommandAction = Literal[
     "train", "dry-run", "precompile", "plan", "report", "help", "help-all", "list", "version"
@@ -90,7 +94,7 @@ class CommandLine:
 
     action: CommandAction = "train"
     module: str = _DEFAULT_MODULE
-    """A name of the catalog, another of torchtitan's models, a dotted path of a Python module with
+    """A name of the catalog, another of torchtitan's models, a Python module of the user's with
     configurations, or hf: and a folder of Hugging Face's."""
     config: str = ""
     """A name of the catalog, or of a function in that module."""
@@ -430,7 +434,11 @@ def _choose_config(reading: _Reading) -> tuple[str, str]:
         if config is not None:
             reading.problems.append(f"--module {module} is one model: leave out --config {config}")
         return module, folder.resolve().name
-    if module is not None and "." in module:
+    if module is not None and (module.endswith(".py") or os.sep in module):
+        dotted = ".".join(Path(module).with_suffix("").parts)
+        reading.problems.append(f"--module {module} is a path: give the module, --module {dotted}")
+        return module, config or ""
+    if module is not None and is_own_module(module):
         if config is None:
             reading.problems.append(f"--module {module} needs --config: a function in that module")
         return module, config or ""
@@ -465,7 +473,7 @@ def _choose_of_torchtitan(reading: _Reading, module: str, config: str | None) ->
         names = [*CATALOG, *torchtitan_modules()]
         reading.problems.append(
             f"no module {module!r}.{did_you_mean(module, names)}\n"
-            f"modules: {', '.join(names)}; the dotted path of a module of yours; or hf:FOLDER"
+            f"modules: {', '.join(names)}; a Python module of yours; or hf:FOLDER"
         )
         return config or ""
     if config is None:

@@ -14,7 +14,7 @@ from gt_trainer.command_line.near_matches import did_you_mean
 from gt_trainer.late_imports import compiling_nothing, imported_when_used
 from gt_trainer.models.catalog import CATALOG
 from gt_trainer.models.hugging_face.folder import folder_of
-from gt_trainer.models.torchtitan_modules import python_module
+from gt_trainer.models.torchtitan_modules import is_own_module, python_module
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
@@ -88,8 +88,8 @@ def load_configuration(command: CommandLine) -> GraphTrainer.Config:
 
             config = with_positions(config, command.published.positions)
         return _with_own_folder(config, command.published.name)
-    is_short = "." not in command.module
-    return _with_own_folder(config, command.config if is_short else f"{name}.{command.config}")
+    own = is_own_module(command.module)
+    return _with_own_folder(config, f"{name}.{command.config}" if own else command.config)
 
 
 def _of_hugging_face(folder: Path) -> GraphTrainer.Config:

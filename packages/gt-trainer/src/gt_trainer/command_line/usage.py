@@ -55,8 +55,8 @@ flags that are changed most:
   --seq-len N        tokens of a sequence (--training.seq_len)
 
 options:
-  --module NAME      model family, another of torchtitan's decoders, or the dotted path of
-                     a Python module with functions that return a configuration, ours or
+  --module NAME      model family, another of torchtitan's decoders, or a Python module of
+                     yours with functions that return a configuration, ours or
                      torchtitan's (default: llama3); hf:FOLDER trains the model of a local
                      Hugging Face folder (needs gt-trainer[hf])
   --config NAME      configuration (default: the module's debug model)

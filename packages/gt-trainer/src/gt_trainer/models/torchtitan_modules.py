@@ -44,13 +44,26 @@ def torchtitan_configs(module: str) -> tuple[str, ...]:
     return ()
 
 
+def is_own_module(module: str) -> bool:
+    """Whether ``--module`` names a Python module of the user's, with a dot in its path or without.
+
+    Args:
+        module: As given. What the catalog or torchtitan calls so comes first.
+    """
+    if "." in module:
+        return True
+    if module in CATALOG or module in torchtitan_modules():
+        return False
+    return module.isidentifier() and importlib.util.find_spec(module) is not None
+
+
 def python_module(module: str) -> str:
     """The dotted path of what ``--module`` names.
 
     Args:
-        module: A name of the catalog or of torchtitan's models, or a dotted path already.
+        module: A name of the catalog or of torchtitan's models, or the path of a user's own.
     """
-    if "." in module:
+    if is_own_module(module):
         return module
     if module in CATALOG:
         return f"gt_trainer.models.{module}"

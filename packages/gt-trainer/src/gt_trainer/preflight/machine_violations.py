@@ -8,17 +8,20 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
 from gt_config import Topology, Violation
 from gt_trainer.data.document_files import TextSourceError
+from gt_trainer.data.shipped_tokenizer import shipped_tokenizer_path
 from gt_trainer.data.text_dataloader import StdlibTextDataLoader
 from gt_trainer.data.text_source import TextSource
 from gt_trainer.decoder.attention import has_document_mask
@@ -190,7 +193,10 @@ def _unusable_tokenizer(config: GraphTrainer.Config) -> Iterator[Violation]:
 
 
 def _tokenizer_problem(config: GraphTrainer.Config) -> str | None:
-    download = "download the tokenizer from the model's page, and give its folder"
+    download = (
+        "download the tokenizer from the model's page, and give its folder, or to try things out "
+        f"the one that is here, {shipped_tokenizer_path()}"
+    )
     if not Path(config.hf_assets_path).is_dir():
         return download
     try:
@@ -226,6 +232,8 @@ def _unusable_text(
     *,
     tokens_of_reader: int,
 ) -> Iterator[Violation]:
+    if isinstance(dataloader, HuggingFaceTextDataLoader.Config):
+        yield from _missing_data_set(section, dataloader)
     if not isinstance(dataloader, StdlibTextDataLoader.Config):
         return
     wrong = tuple(dataloader.wrong_options(section))
@@ -247,6 +255,30 @@ def _unusable_text(
             allowed="a folder of text, or None for the standard library's sources",
             fix=problem,
         )
+
+
+def _missing_data_set(
+    section: str, dataloader: HuggingFaceTextDataLoader.Config
+) -> Iterator[Violation]:
+    """What torchtitan would read, if it is a folder of this machine: OWNER/NAME is on a hub."""
+    known = DATASETS.get(dataloader.dataset.lower())
+    if known is None:
+        yield Violation(
+            flag=f"{section}.dataset",
+            value=dataloader.dataset,
+            allowed=f"a data set of torchtitan's: {', '.join(sorted(DATASETS))}",
+            fix="choose one of these, or register yours in torchtitan's DATASETS",
+        )
+        return
+    path = dataloader.dataset_path or known.path
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) or Path(path).exists():
+        return
+    yield Violation(
+        flag=f"{section}.dataset",
+        value=dataloader.dataset,
+        allowed="a data set whose files are here, or on a hub",
+        fix=f"there is no {path!r}: give where it is ({section}.dataset_path), or another data set",
+    )
 
 
 def _why_unreadable(text: TextSource, *, least_documents: int, num_tokens: int) -> str | None:

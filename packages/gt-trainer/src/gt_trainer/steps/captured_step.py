@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from gt_passes import (
     residency_table,
 )
 from gt_passes.ep_overlap import settle_chunk_annotations
-from gt_trace import TracedStep, phase
+from gt_trace import InputPreparer, TracedStep, phase
 from gt_trainer.decoder.eager_chunks import chunked_for_capture
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.startup import StartupClock
@@ -129,6 +129,7 @@ def capture_training_step(
     ep_overlap: EpOverlapConfig | None = None,
     capture_layers: CaptureLayers = "auto",
     meta_device: torch.device | str = "meta",
+    input_preparers: Sequence[InputPreparer] = (),
     until_code: bool = False,
 ) -> CaptureReport:
     """Capture ``training_step`` and run the passes on its graph.
@@ -142,6 +143,7 @@ def capture_training_step(
         ep_overlap: which modules run in chunks, if the strategy is eager; None for none.
         capture_layers: whether every layer is traced, or most are stamped.
         meta_device: the device for which a model on meta is captured.
+        input_preparers: hooks on the arguments of ``training_step``.
         until_code: whether to leave out the passes that generate code, and those behind them.
 
     Raises:
@@ -156,6 +158,7 @@ def capture_training_step(
             ep_overlap=ep_overlap,
             capture_layers=capture_layers,
             meta_device=meta_device,
+            input_preparers=input_preparers,
         )
     with clock.part("passes"):
         manager = recipe(PassContext.of_step(traced), "STEP")
@@ -171,6 +174,7 @@ def trace_training_step(
     ep_overlap: EpOverlapConfig | None = None,
     capture_layers: CaptureLayers = "auto",
     meta_device: torch.device | str = "meta",
+    input_preparers: Sequence[InputPreparer] = (),
 ) -> tuple[TracedStep, CaptureLayersReport | None]:
     """Capture ``training_step`` and run no pass: see ``capture_training_step``.
 
@@ -184,7 +188,9 @@ def trace_training_step(
         step = training_step(model, loss_fn)
         reports: list[CaptureLayersReport] = []
         trace = layer_tracer(capture_layers, reports.append)
-        traced = trace(step, module=model, meta_device=meta_device)(*args)
+        traced = trace(
+            step, module=model, meta_device=meta_device, input_preparers=input_preparers
+        )(*args)
         roots = chunked.roots if chunked is not None else ()
         settle_chunk_annotations(traced.graph_module, roots=roots)
     return traced, reports[0] if reports else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from gt_config import CaptureLayers, EpOverlapConfig, ShapeChangePolicy
 from gt_config.graph_kinds import GraphKind
 from gt_passes import PassContext, PassManager, release_cuda_graphs
 from gt_passes.verifier.collective_exchange import exchange_collective_digest
-from gt_trace import BoundStep
+from gt_trace import BoundStep, InputPreparer
 from gt_trainer.artifacts.run_artifacts import RunArtifacts
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import (
@@ -44,6 +44,7 @@ class CapturedTrainingStep:
         ep_overlap: which modules run in chunks, if the strategy is eager; None for none.
         capture_layers: whether every layer is traced, or most are stamped.
         artifacts: where graphs are looked for and stored; None: every rank captures for itself.
+        input_preparers: hooks on the inputs of a capture; none where graphs are stored.
         on_capture: called after each capture, before the graph first runs.
     """
 
@@ -63,6 +64,7 @@ class CapturedTrainingStep:
         ep_overlap: EpOverlapConfig | None = None,
         capture_layers: CaptureLayers = "auto",
         artifacts: RunArtifacts | None = None,
+        input_preparers: Sequence[InputPreparer] = (),
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
@@ -73,6 +75,7 @@ class CapturedTrainingStep:
         self._ep_overlap = ep_overlap
         self._capture_layers: CaptureLayers = capture_layers
         self._artifacts = artifacts
+        self._input_preparers = input_preparers
         self.reports: tuple[CaptureReport, ...] = ()
         self._calls = PerShape(self._capture, policy=on_shape_change)
 
@@ -128,6 +131,7 @@ class CapturedTrainingStep:
             clock=self._clock,
             ep_overlap=self._ep_overlap,
             capture_layers=self._capture_layers,
+            input_preparers=self._input_preparers,
             until_code=until_code,
         )
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torchtitan.distributed import ParallelDims
 
+from gt_trace import InputPreparer
 from gt_trainer.artifacts.run_artifacts import RunArtifacts, artifact_folder
 from gt_trainer.artifacts.run_identity import RunSettings, definitions
 from gt_trainer.compile_options import TrainerCompileConfig
@@ -57,11 +58,22 @@ class StepParts:
     dump_folder: Path
     clock: StartupClock
     on_capture: Callable[[StepReport], None]
+    input_preparers: Sequence[InputPreparer] = ()
+    """Hooks on the inputs of captured steps."""
+
+
+class UnpreparedInputsError(ValueError):
+    """A trainer has input preparers, and its options run no step that would have them."""
 
 
 def new_training_step(parts: StepParts) -> TrainingStep:
-    """The step that ``parts.options`` ask for; nothing is captured before its first run."""
+    """The step that ``parts.options`` ask for; nothing is captured before its first run.
+
+    Raises:
+        UnpreparedInputsError: there are input preparers, which these options would leave out.
+    """
     options = parts.options
+    _check_preparers(parts)
     if isinstance(parts.schedule, PipelinedStep):
         parts.schedule.attach(
             run=parts.run_eagerly,
@@ -110,7 +122,26 @@ def new_training_step(parts: StepParts) -> TrainingStep:
         ep_overlap=options.ep_overlap,
         capture_layers=options.capture_layers,
         artifacts=_artifacts(parts, second_groups),
+        input_preparers=parts.input_preparers,
     )
+
+
+def _check_preparers(parts: StepParts) -> None:
+    options = parts.options
+    wrong = {
+        "a pipeline": parts.schedule is not None,
+        f"--compile.mode {options.mode}": options.mode != "aot_fx_trace",
+        "--compile.accumulation reduce_once": options.accumulation == "reduce_once",
+        "--compile.artifacts, which does not say who prepared the inputs of a stored graph": (
+            options.artifacts is not None
+        ),
+    }
+    if parts.input_preparers and any(wrong.values()):
+        with_what = ", ".join(name for name, is_so in wrong.items() if is_so)
+        raise UnpreparedInputsError(
+            "input preparers are for whole steps captured in this run, and not with "
+            f"{with_what}: return none from input_preparers() then, or change that"
+        )
 
 
 def _second_groups(parts: StepParts) -> dict[str, dist.ProcessGroup]:

@@ -98,6 +98,68 @@ def test_weights_that_are_cut_off(tmp_path):
     ]
 
 
+def header_of(path: Path, **changed: dict[str, object]) -> None:
+    """A file of two tensors of four bytes, whose header says otherwise of one."""
+    header = {
+        "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+        "b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
+    }
+    text = json.dumps({name: each | changed.get(name, {}) for name, each in header.items()})
+    path.write_bytes(len(text).to_bytes(8, "little") + text.encode() + bytes(8))
+
+
+@pytest.mark.parametrize(
+    ("changed", "owner"),
+    [
+        ({"b": {"shape": [2]}}, "b"),
+        ({"b": {"dtype": "F16"}}, "b"),
+        ({"b": {"data_offsets": [0, 4]}}, "b"),
+        ({"a": {"data_offsets": [0, 3]}}, "a"),
+        ({"b": {"data_offsets": [5, 9]}}, "b"),
+    ],
+)
+def test_a_header_that_contradicts_itself(changed, owner, tmp_path):
+    path = folder(tmp_path) / "model.safetensors"
+    header_of(path)
+    assert [*folder_problems(tmp_path)] == []
+    header_of(path, **changed)
+    assert [*folder_problems(tmp_path)] == [
+        f"model.safetensors is damaged: its header gives {owner} memory that is not its own"
+    ]
+
+
+def test_a_dtype_that_safetensors_has_not(tmp_path):
+    header_of(folder(tmp_path) / "model.safetensors", a={"dtype": "F33"})
+    assert [*folder_problems(tmp_path)] == [
+        "model.safetensors is damaged: its header is no description of tensors"
+    ]
+
+
+def test_a_tensor_in_two_files(tmp_path):
+    write_tensors(folder(tmp_path) / "model-1.safetensors", {"a": [2]}, num_bytes=8)
+    write_tensors(tmp_path / "model-2.safetensors", {"b": [1], "a": [2]}, num_bytes=12)
+    assert [*folder_problems(tmp_path)] == [
+        "model-1.safetensors and model-2.safetensors both have a"
+    ]
+
+
+def test_an_index_of_several_files(tmp_path):
+    write_tensors(folder(tmp_path) / "model-1.safetensors", {"a": [2]}, num_bytes=8)
+    write_tensors(tmp_path / "model-2.safetensors", {"b": [1]}, num_bytes=4)
+    index = tmp_path / "model.safetensors.index.json"
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert [*folder_problems(tmp_path)] == []
+    assert read_weights(tmp_path) == {"a": (2,), "b": (1,)}
+    index.write_text(json.dumps({"weight_map": weight_map | {"b": "model-1.safetensors"}}))
+    assert [*folder_problems(tmp_path)] == [
+        "model.safetensors.index.json has b in model-1.safetensors, and that file has not"
+    ]
+    index.write_text(json.dumps({"weight_map": ["a"]}))
+    (found,) = folder_problems(tmp_path)
+    assert found.startswith("model.safetensors.index.json cannot be read: AttributeError(")
+
+
 def test_an_index_of_files_that_are_missing(tmp_path):
     index = {"weight_map": {"a": "model-1.safetensors"}}
     (folder(tmp_path) / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -72,6 +72,8 @@ class CausalModel(BaseModel):
         super().__init__()
         self.config = config
         self.causal_lm = build(config.config_json)
+        # A step does not generate, and what this keeps of itself is another number in each process.
+        self.causal_lm.generation_config = None
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits (B, L, vocabulary).

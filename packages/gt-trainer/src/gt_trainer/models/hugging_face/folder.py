@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,13 @@ TOKENIZER = "tokenizer.json"
 INDEX = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 """Of the length of a safetensors header, little-endian; the header, as JSON, is next."""
+_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 8),
+}
+"""Of an element, by the names that safetensors gives dtypes."""
 
 
 class FolderError(ValueError):
@@ -73,17 +81,30 @@ def read_weights(folder: Path) -> dict[str, tuple[int, ...]]:
     """
     files = sorted(folder.glob("*.safetensors"))
     shapes: dict[str, tuple[int, ...]] = {}
+    holders: dict[str, str] = {}
     for path in files:
-        shapes |= _header_shapes(path)
+        found = _header_shapes(path)
+        for name in sorted(found.keys() & holders.keys()):
+            raise FolderError(f"{holders[name]} and {path.name} both have {name}")
+        holders |= dict.fromkeys(found, path.name)
+        shapes |= found
     if (folder / INDEX).is_file():
-        try:
-            named: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise FolderError(f"{INDEX} cannot be read: {error!r}") from None
-        missing = sorted(set(named.values()) - {path.name for path in files})
-        if missing:
-            raise FolderError(f"{INDEX} names {', '.join(missing)}, which is not there")
+        _check_index(folder / INDEX, holders, {path.name for path in files})
     return shapes
+
+
+def _check_index(path: Path, holders: dict[str, str], files: set[str]) -> None:
+    try:
+        named: dict[str, str] = json.loads(path.read_text())["weight_map"]
+        missing = sorted(set(named.values()) - files)
+        misplaced = sorted(name for name, file in named.items() if holders.get(name) != file)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FolderError(f"{path.name} cannot be read: {error!r}") from None
+    if missing:
+        raise FolderError(f"{path.name} names {', '.join(missing)}, which is not there")
+    if misplaced:
+        wrong = f"{misplaced[0]} in {named[misplaced[0]]}"
+        raise FolderError(f"{path.name} has {wrong}, and that file has not")
 
 
 def _header_shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -96,9 +117,19 @@ def _header_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         try:
             header = json.loads(file.read(length))
             tensors = {name: each for name, each in header.items() if name != "__metadata__"}
-            end = max((each["data_offsets"][1] for each in tensors.values()), default=0)
-            shapes = {name: tuple(each["shape"]) for name, each in tensors.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            shapes = {name: tuple(map(int, each["shape"])) for name, each in tensors.items()}
+            end = 0
+            for name, each in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
+                start, stop = each["data_offsets"]
+                num_bits = math.prod(shapes[name]) * _BITS[each["dtype"]]
+                if start != end or (stop - start) * 8 != num_bits:
+                    raise FolderError(
+                        f"{damaged}its header gives {name} memory that is not its own"
+                    )
+                end = stop
+        except FolderError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise FolderError(f"{damaged}its header is no description of tensors") from None
     needed = _LENGTH_BYTES + length + end
     if needed != size:

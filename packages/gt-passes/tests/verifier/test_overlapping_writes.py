@@ -1,0 +1,41 @@
+"""A write to an expanded tensor, which only its kernel would refuse, is found before it runs."""
+
+from __future__ import annotations
+
+import torch
+from expecttest import assert_expected_inline
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from gt_passes import Verifier
+
+aten = torch.ops.aten
+
+
+def captured(function) -> GraphModule:
+    return make_fx(function, tracing_mode="fake")(torch.ones(4, 1))
+
+
+def problems(graph_module: GraphModule) -> str:
+    return "\n".join(map(str, Verifier().verify(graph_module).problems))
+
+
+def test_a_write_where_elements_share_memory_is_found():
+    graph_module = captured(lambda x: x.expand(4, 3).relu())
+    (relu,) = graph_module.graph.find_nodes(op="call_function", target=aten.relu.default)
+    relu.target = aten.relu_.default
+    relu.meta["val"] = relu.args[0].meta["val"]
+    assert_expected_inline(
+        problems(graph_module),
+        """\
+[memory order] node relu (aten.relu_.default)
+it writes to expand, of which elements share memory
+expected a tensor whose elements each have memory of their own
+got      shape [4, 3], stride [1, 0], dtype torch.float32, device cpu""",
+    )
+
+
+def test_a_write_to_memory_of_its_own_is_right():
+    assert problems(captured(lambda x: x.clone().add_(1.0).expand(4, 3).sum())) == ""
+    # A dimension of one has no second element, whatever its stride.
+    assert problems(captured(lambda x: x[:1].clone().as_strided((1, 1), (0, 0)).add_(1.0))) == ""
