@@ -104,6 +104,27 @@ def test_passes_are_told_with_what_they_refused_and_why():
     ) in rows(page)
 
 
+def test_the_graph_is_shown_by_layer_and_its_passes_by_operator():
+    record = {
+        "pass": "recompute-tagged",
+        "operators": [10, 12],
+        "collective_bytes": [0, 0],
+        "done": {"recomputed": 2},
+        "refused": [],
+        "operator_differences": {"aten.mm.default": 2, "aten.t.default": -1},
+    }
+    capture = {
+        "captured": "Captured the training step",
+        "graphs": [[record]],
+        "layers": [{"layers.0": {"forward": 7, "backward": 5}}],
+        "memory": None,
+    }
+    page = Page(report_page(run(captures=[capture])))
+    assert page.texts["h3"] == ["The graph by layer, as it runs"]
+    assert "recompute-tagged+2 aten.mm.default, -1 aten.t.default" in rows(page)
+    assert "layers.075" in rows(page)
+
+
 def test_an_eager_run_has_captured_nothing():
     page = Page(report_page(run(captures=[])))
     assert "Nothing: the run was eager, or kept no record of it." in page.texts["p"]

@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from gt_trainer.plot import PLOT_STYLE
 from gt_trainer.report.dump_folder import RunRecord
+from gt_trainer.report.layer_table import layer_table
 from gt_trainer.report.line_chart import Point, line_chart
 
 _STYLE = """
@@ -26,6 +27,10 @@ polyline { fill: none; stroke: var(--line); stroke-width: 1.6; stroke-linecap: r
 td, th { padding: .2rem .8rem .2rem 0; text-align: left; vertical-align: top }
 td, th { border-bottom: 1px solid var(--faint) }
 td.number { text-align: right; font-variant-numeric: tabular-nums }
+svg.bar { width: 30rem; max-width: 40vw; display: block; margin-top: .3rem }
+svg.swatch { width: .7rem; display: inline }
+.part0 { fill: #2f6fd0 } .part1 { fill: #8a8a8a } .part2 { fill: #c98a1b }
+.part3 { fill: #5a9b52 } .part4 { fill: #b8446c } .part5 { fill: #8884 }
 pre { overflow-x: auto } code { overflow-wrap: anywhere }
 """.strip()
 
@@ -150,9 +155,28 @@ def _capture(capture: Mapping[str, Any]) -> str:
             for each in records
         ]
         lines.append(_table(rows, ("pass", "operators", "bytes to collectives", "done")))
+        lines.append(_operator_differences(records))
+    # Runs of before have none.
+    lines += (
+        f"<h3>The graph by layer, as it runs</h3>\n{layer_table(each)}"
+        for each in capture.get("layers", ())
+    )
     if capture["memory"]:
         lines.append(f"<pre>{escape(capture['memory'])}</pre>")
     return "\n".join(lines)
+
+
+def _operator_differences(records: Sequence[Mapping[str, Any]]) -> str:
+    """What each pass made more or fewer of; nothing if none did, or if the run kept no record."""
+    rows = [
+        (each["pass"], ", ".join(f"{count:+,} {name}" for name, count in differences.items()))
+        for each in records
+        if (differences := each.get("operator_differences"))
+    ]
+    if not rows:
+        return ""
+    shown = _table(rows, ("pass", "operators after it, against before"))
+    return f"<details><summary>Operators before and after each pass</summary>\n{shown}\n</details>"
 
 
 def _what_a_pass_did(record: Mapping[str, Any]) -> Iterator[str]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from gt_passes import PassManagerReport, PassRecord
+from gt_trainer.steps.layer_counts import layer_counts
 from gt_trainer.steps.training_step import StepReport
 
 
@@ -44,6 +45,7 @@ class CaptureLog:
             {
                 "captured": str(report),
                 "graphs": [[_as_data(each) for each in graph.records] for graph in report.passes],
+                "layers": [layer_counts(each) for each in report.graph_modules],
                 "memory": memory,
             }
         )
@@ -59,6 +61,7 @@ def _as_data(record: PassRecord) -> dict[str, Any]:
         "operators": [record.before.num_ops, record.after.num_ops],
         "collective_bytes": [record.before.collective_bytes, record.after.collective_bytes],
         "done": dict(record.report.counts),
+        "operator_differences": dict(record.op_count_differences),
         "refused": [] if record.only_cleans_up else [*_refusals(record)],
     }
 

@@ -1,0 +1,43 @@
+"""A row for each layer, one for equal neighbours, with bars to one scale."""
+
+from __future__ import annotations
+
+import re
+
+from gt_trainer.report.layer_table import layer_table
+
+LAYER = {"forward": 30, "backward": 60, "collectives": 10}
+COUNTS = {
+    "embed": {"forward": 1},
+    "layers.0": {**LAYER, "forward": 25},
+    **{f"layers.{number}": LAYER for number in range(1, 4)},
+    "(loss)": {"loss": 50},
+}
+
+
+def rows(table: str) -> list[str]:
+    return [re.sub(r"<[^>]*>", " ", row).strip() for row in re.findall(r"<tr>(.*?)</tr>", table)]
+
+
+def test_equal_neighbours_have_one_row():
+    assert [" ".join(row.split()) for row in rows(layer_table(COUNTS))] == [
+        "layer operators forward loss backward collectives",
+        "embed 1 0 0 0",
+        "layers.0 25 0 60 10",
+        "layers.1 to layers.3, each 30 0 60 10",
+        "(loss) 0 50 0 0",
+    ]
+
+
+def test_modules_without_a_number_keep_a_row_each():
+    assert len(rows(layer_table({"norm": {"forward": 1}, "output": {"forward": 1}}))) == 3
+
+
+def test_bars_have_one_scale():
+    bars = re.findall(r'<svg class="bar".*?</svg>', layer_table(COUNTS))
+    widths = [sum(map(float, re.findall(r' width="([\d.]+)"', bar))) for bar in bars]
+    assert widths == [4.8, 456.0, 480.0, 240.0]
+
+
+def test_a_graph_without_operators_has_a_header_alone():
+    assert len(rows(layer_table({}))) == 1
