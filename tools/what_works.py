@@ -76,7 +76,7 @@ _HEAD = """\
 
 Written by `tools/what_works.py` from the rules that refuse a run before it starts; edit those.
 **yes**: no rule refuses both together, of a small Llama 3, or with experts DeepSeek-V3. What only
-GPUs can run has run on one alone, in parts. A number is the first reason why not, below; **–**: two values
+GPUs can run ran on one, in parts. A number is the first reason why not, below; **–**: two values
 of one option. Where a feature meets itself, it is alone. EP, EP overlap, the second reduction
 group, reduce once and autoparallel are asked with FSDP over two ranks, async TP with TP; other
 models, and options that are not here, may have refusals of their own.
