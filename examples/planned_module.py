@@ -34,7 +34,8 @@ LAYERS = "model.layers.*"
 # --8<-- [start:plan]
 def loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     """Of one microbatch, each int64[batch, length]."""
-    return model(input_ids=tokens, labels=labels).loss
+    found: Tensor = model(input_ids=tokens, labels=labels).loss
+    return found
 
 
 def main() -> None:
