@@ -69,7 +69,7 @@ def test_backward_call_inside_the_step_is_refused_as_the_full_trace_does() -> No
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
         return loss.detach()
 
-    with pytest.raises(Exception, match=r"\.grad was written"):
+    with pytest.raises(Exception, match=r"\.grad were written"):
         stamp(model, step)
 
 
