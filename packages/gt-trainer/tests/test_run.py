@@ -337,7 +337,7 @@ class TestJudgementOfAPipeline:
         left.write_bytes(written_judgement(judged))
         self.trained(tmp_path, lambda *_, **__: self.FASTER, monkeypatch)
         assert (
-            f"{left} takes a plan that was found for another memory budget: plan and step by hand "
+            f"{left} judges a plan that was found for another memory budget: plan and step by hand "
             "are compared again"
         ) in caplog.messages
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch.fx import GraphModule
@@ -33,6 +34,28 @@ it writes to expand, of which elements share memory
 expected a tensor whose elements each have memory of their own
 got      shape [4, 3], stride [1, 0], dtype torch.float32, device cpu""",
     )
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, mask: x.masked_fill_(mask, 0.0),
+        lambda x, mask: x.index_put_((torch.tensor([0]),), torch.zeros(())),
+        lambda x, mask: x.index_fill_(0, torch.tensor([0]), 0.0),
+        lambda x, mask: x.fill_(1.0),
+        lambda x, mask: x.zero_(),
+        lambda x, mask: x.tril_(),
+        lambda x, mask: x.triu_(),
+        lambda x, mask: x.t_(),
+    ],
+)
+def test_a_write_whose_kernel_takes_it_is_right(write):
+    def step(x, mask):
+        return write(x.clone().expand(4, 3), mask)
+
+    x, mask = torch.ones(4, 1), torch.zeros(4, 3, dtype=torch.bool)
+    step(x, mask)  # it runs
+    assert problems(make_fx(step, tracing_mode="fake")(x, mask)) == ""
 
 
 def test_a_write_to_memory_of_its_own_is_right():

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from gt_passes.analysis.graph_scan import GraphScanner
 from gt_passes.analysis.liveness import estimate_peak_bytes
+from gt_passes.analysis.storages import gives_a_view
 from gt_passes.verifier.storage_lifetimes import surely_held_no_longer
 
 aten = torch.ops.aten
@@ -101,6 +102,12 @@ def take_the_other_result(edited: GraphModule) -> None:
 )
 def test_whatever_may_hold_more_is_left_to_an_estimate(edit: Callable[[GraphModule], None]):
     assert not held_no_longer(edit)
+
+
+@pytest.mark.parametrize("operator", [aten.reshape.default, aten.contiguous.default])
+def test_what_copies_where_it_must_is_no_view(operator):
+    assert gives_a_view(aten.view.default)
+    assert not gives_a_view(operator)
 
 
 def test_what_is_given_to_a_collective_is_held_until_it_is_waited_for():

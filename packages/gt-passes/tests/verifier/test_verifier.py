@@ -166,6 +166,30 @@ def test_a_number_that_is_read_needs_one():
     assert "node getitem_4" in problems(graph_module)
 
 
+def test_a_number_that_a_pass_lets_be_read_needs_one():
+    def step(x, *qkv):
+        attend = aten._scaled_dot_product_flash_attention.default
+        return attend(*qkv, 0.0, True)[0], aten.slice.Tensor(x, 0, 0, 12)
+
+    with FakeTensorMode():
+        qkv = [torch.empty(1, 2, 8, 16, dtype=torch.bfloat16) for _ in range(3)]
+        graph_module = make_fx(step)(torch.empty(12, 4), *qkv)
+    verifier = Verifier()
+    before = verifier.scan(graph_module)
+    interface = GraphInterface.of(graph_module)
+    assert verifier.verify(graph_module, interface=interface, scan=before).problems == ()
+    (length,) = (
+        node
+        for node in graph_module.graph.nodes
+        if node.target is operator.getitem and node.args[1] == 4
+    )
+    part = node_of(graph_module, "slice_1")
+    part.args = (*part.args[:3], length)  # 8 of 12, where no value is read as all of them
+    after = verifier.scan(graph_module, before=before)
+    found = verifier.find_new_problems(before, after, interface=interface)
+    assert "node getitem_4" in "\n".join(map(str, found))
+
+
 def test_finds_a_tuple_that_lost_an_item():
     graph_module = capture(lambda x: x.max(dim=0)[0], X)
     maximum = node_of(graph_module, "max_1")

@@ -21,7 +21,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from gt_passes._torch_internals import OpOverload, device_of, fast_tensor_attributes, layout_of
+from gt_passes._torch_internals import (
+    OpOverload,
+    device_of,
+    fast_tensor_attributes,
+    is_composite,
+    layout_of,
+)
 from gt_passes.analysis.collectives import FUNCTIONAL_COLLECTIVES, is_wait
 from gt_passes.analysis.symbol_sizes import balanced_exchange_sizes
 
@@ -171,8 +177,8 @@ class _Argument:
 def gives_a_view(target: OpOverload) -> bool:
     """Whether the one result of an operator lies in the memory of its argument, as it is there."""
     sources, _ = _behavior_of(target)
-    if sources is None or len(sources) != 1 or target._schema.is_mutable:
-        return False
+    if sources is None or len(sources) != 1 or target._schema.is_mutable or is_composite(target):
+        return False  # composite ones, such as reshape, copy where they must
     (source,) = sources
     return source is not None and not source.unless_training
 

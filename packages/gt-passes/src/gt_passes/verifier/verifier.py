@@ -157,6 +157,9 @@ class Verifier:
         reached = dict.fromkeys(changed)
         for node in changed:
             reached.update(dict.fromkeys(node.users))
+            # What nobody read had to have no value.
+            unread = (each for each in node.all_input_nodes if value_of(each) is None)
+            reached.update(dict.fromkeys(unread))
         problems: list[GraphProblem] = []
         if _touches_interface(before, after, reached):
             problems += interface.find_differences(GraphInterface.of(graph_module))

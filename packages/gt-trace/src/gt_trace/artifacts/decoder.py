@@ -196,7 +196,7 @@ class Decoder:
         dtype, device, shape, stride, is_conj, is_neg, requires_grad = self.shared(position)
         offset = self.value(place)
         storage_position = _index(storage_position)
-        if offset == 0 and self._is_filled_by(storage_position, position):
+        if type(offset) is int and offset == 0 and self._is_filled_by(storage_position, position):
             # The first tensor of a storage mostly fills it, and brings it along.
             element = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             self._fills[storage_position] = element

@@ -88,15 +88,15 @@ def judgement_left(path: Path, plan_path: Path, config: Any, world_size: int) ->
         world_size: ranks of the whole job.
 
     Raises:
-        NoJudgementError: as ``judgement_for``; or it takes a plan that was found for another memory
-            budget, or that is no longer there.
+        NoJudgementError: as ``read_judgement``; or it is of another run, judges a plan that was
+            found for another memory budget, or takes one that is no longer there.
         OSError: it cannot be read.
     """
     judgement = _of_this_run(path, config, world_size)
-    if judgement.takes_by_hand:
-        return judgement_for(path, config, world_size)
     if judgement.budget_bytes != asked_budget_bytes(config.compile.autoparallel_solver):
-        raise NoJudgementError(f"{path} takes a plan that was found for another memory budget")
+        raise NoJudgementError(f"{path} judges a plan that was found for another memory budget")
+    if judgement.takes_by_hand:
+        return judgement
     if not plan_path.is_file() or digest_of(plan_path.read_bytes()) != judgement.plan_digest:
         raise NoJudgementError(f"{path} takes a plan that is not, or no longer, {plan_path}")
     return judgement
