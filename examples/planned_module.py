@@ -31,7 +31,7 @@ BATCH, LENGTH, NUM_GPUS = 4, 4096, 64
 LAYERS = "model.layers.*"
 
 
-# --8<-- [start:plan]
+# [start: plan]
 def loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     """Of one microbatch, each int64[batch, length]."""
     found: Tensor = model(input_ids=tokens, labels=labels).loss
@@ -59,7 +59,7 @@ def main() -> None:
     print(f"passes: {', '.join(each.name for each in passes_of(best, layers=LAYERS))}")
 
 
-# --8<-- [end:plan]
+# [end: plan]
 
 if __name__ == "__main__":
     main()

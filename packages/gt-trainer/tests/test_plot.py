@@ -25,6 +25,11 @@ def test_ticks_are_round_and_around_all_values(
     assert round_ticks(lowest, highest) == pytest.approx(expected)
 
 
+def test_a_single_tick_is_in_the_middle():
+    axis = Axis(label="GPUs", ticks=[(64, "64")], is_logarithmic=True)
+    assert axis.place(64) == 50.0
+
+
 def test_an_axis_ends_with_the_first_round_number_that_is_large_enough():
     axis = linear_axis("GiB", 74.5)
     assert axis.ticks == [(0, "0"), (20, "20"), (40, "40"), (60, "60"), (80, "80")]

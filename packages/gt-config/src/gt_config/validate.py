@@ -38,7 +38,8 @@ def validate(
         topology: the mesh degrees and batch extents of the run, in ranks, samples and tokens.
         known_passes: every registered pass name.
         name_flag: what a caller's users type for a flag of gt-train, such as ``--compile.mode`` or
-            a value of ``TOPOLOGY_FLAGS``: messages name that. None: they name gt-train's.
+            a value of ``gt_config.topology.TOPOLOGY_FLAGS``: messages name that. None: they name
+            gt-train's.
 
     Raises:
         ConfigError: lists every violation with its flag, value, what is allowed and the fix.

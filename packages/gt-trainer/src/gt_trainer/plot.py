@@ -44,10 +44,10 @@ class Axis:
         return self.ticks[0][0] <= value <= self.ticks[-1][0]
 
     def place(self, value: float) -> float:
-        """Where a value is, from 0 at the first tick to 100 at the last."""
+        """Where a value is, from 0 at the first tick to 100 at the last; of one tick, 50."""
         of: Callable[[float], float] = math.log if self.is_logarithmic else float
         first, last = of(self.ticks[0][0]), of(self.ticks[-1][0])
-        return 100 * (of(value) - first) / (last - first)
+        return 100 * (of(value) - first) / (last - first) if last > first else 50.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

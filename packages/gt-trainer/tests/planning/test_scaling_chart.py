@@ -19,7 +19,7 @@ def test_what_is_simulated_stands_below_its_bound_and_what_is_missing_is_said():
         ("fixed", "0.00,73.33"),
     ]
     assert [chart.count(f'class="dot {kind}"') for kind in ("growing", "fixed")] == [1, 1]
-    assert "Time was up before these were simulated: 256 (growing)." in chart
+    assert "Nothing that fits was simulated in the time for: 256 (growing)." in chart
     assert "that is no search" in chart
 
 

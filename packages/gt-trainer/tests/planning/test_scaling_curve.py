@@ -59,7 +59,10 @@ def test_rows_say_what_is_bounded_what_is_simulated_and_what_cannot_be():
         "dp_shard 8 | 1 x 1 seq selective"
     )
     assert rows[2] == "     256      2,097,152  growing         3,200             -"
-    assert rows[4] == "     256         65,536    fixed no recipe divides this batch and could fit"
+    assert (
+        rows[4]
+        == "     256         65,536    fixed no recipe has this batch, these flags, and could fit"
+    )
 
 
 def test_data_has_the_curve():

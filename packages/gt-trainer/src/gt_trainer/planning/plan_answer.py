@@ -115,6 +115,7 @@ class PlanAnswer:
         yield from self._search_lines()
         if not self.ranked:
             yield from self._nothing_fits()
+            yield from self._scaling()
             return
         yield from ranked_table(self.ranked, self.cluster)
         best = self.ranked[0]
@@ -256,11 +257,17 @@ def binding(outcome: RecipeOutcome) -> str:
     parts = {f"{name} (network)": us for name, us in outcome.exposed_us.items()}
     parts["bubble"] = outcome.bubble * outcome.step_us
     parts["optimizer"] = outcome.optimizer_us
-    parts["waiting for the host"] = outcome.step_us - outcome.computing_us - sum(parts.values())
+    parts["waiting for the host"] = _host_us(outcome)
     name, most = max(parts.items(), key=lambda part: part[1])
     computing = outcome.computing_us / outcome.step_us
     share = most / outcome.step_us
     return f"{computing:.0%} of the step computes; most of the rest: {share:.1%} {name}"
+
+
+def _host_us(outcome: RecipeOutcome) -> float:
+    """What no other part of a step explains."""
+    named = outcome.bubble * outcome.step_us + outcome.optimizer_us + outcome.computing_us
+    return outcome.step_us - named - sum(outcome.exposed_us.values())
 
 
 def why_slower(best: RecipeOutcome, other: RecipeOutcome) -> str:
@@ -272,6 +279,7 @@ def why_slower(best: RecipeOutcome, other: RecipeOutcome) -> str:
     more["computing"] = other.computing_us - best.computing_us
     more["bubble"] = other.bubble * other.step_us - best.bubble * best.step_us
     more["the optimizer"] = other.optimizer_us - best.optimizer_us
+    more["waiting for the host"] = _host_us(other) - _host_us(best)
     name, us = max(more.items(), key=lambda part: part[1])
     behind = other.step_us - best.step_us
     return f"{ms(behind)} behind, {ms(us)} of {name} more: {other.recipe}"

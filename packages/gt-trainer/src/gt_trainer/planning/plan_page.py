@@ -66,6 +66,7 @@ def _body(report: PlanAnswer, beside: Sequence[tuple[str, str]]) -> Iterator[str
     )
     if not ranked:
         yield "<p><strong>Nothing that was simulated fits.</strong></p>"
+        yield from _scaling(report)
         return
     best = ranked[0]
     yield (
@@ -86,12 +87,16 @@ def _body(report: PlanAnswer, beside: Sequence[tuple[str, str]]) -> Iterator[str
     yield _table(report)
     if len(ranked) > 1:
         yield f"<h2>How sure the order is</h2><p>{escape(_surely(ranked))}</p>"
-    if report.scaling:
-        yield f"<h2>Other numbers of GPUs</h2>{scaling_chart(report.scaling)}"
+    yield from _scaling(report)
     yield f"<h2>To run the fastest</h2><pre>{escape(report.command(best))}</pre>"
     if beside:
         links = ", ".join(f'<a href="{escape(name)}">{escape(what)}</a>' for what, name in beside)
         yield f"<p>Beside this page: {links}.</p>"
+
+
+def _scaling(report: PlanAnswer) -> Iterator[str]:
+    if report.scaling:
+        yield f"<h2>Other numbers of GPUs</h2>{scaling_chart(report.scaling)}"
 
 
 def _front(outcomes: Sequence[RecipeOutcome], best: RecipeOutcome) -> str:

@@ -38,7 +38,11 @@ def scaling_chart(points: Sequence[ScalingPoint]) -> str:
     missing = [
         f"{each.num_gpus:,} ({_STYLES[each.grows]})" for each in bounded if each.simulated is None
     ]
-    note = f" Time was up before these were simulated: {', '.join(missing)}." if missing else ""
+    note = (
+        f" Nothing that fits was simulated in the time for: {', '.join(missing)}."
+        if missing
+        else ""
+    )
     return (
         "<p>Of each size the recipe that is guessed to be the fastest was simulated: that is no "
         "search, and a better one may exist. Dashed: a bound, which no recipe can exceed in the "

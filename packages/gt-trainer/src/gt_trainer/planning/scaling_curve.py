@@ -49,7 +49,7 @@ class ScalingPoint:
         batch = "growing" if self.grows else "fixed"
         row = f"{self.num_gpus:8,} {self.global_batch_tokens:14,} {batch:>8} "
         if most is None:
-            return f"{row}{'no recipe divides this batch and could fit':>13}"
+            return f"{row}{'no recipe has this batch, these flags, and could fit':>13}"
         row += f"{most:13,.0f} "
         if found is None:
             return f"{row}{'-':>13}"

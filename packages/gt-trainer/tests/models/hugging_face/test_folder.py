@@ -86,6 +86,12 @@ def test_a_model_that_is_not_trained(config, problem, tmp_path):
     assert [*folder_problems(folder(tmp_path, **config))] == [problem]
 
 
+def test_weights_that_are_a_link_to_nothing(tmp_path):
+    (folder(tmp_path) / "model.safetensors").symlink_to(tmp_path / "gone")
+    (problem,) = folder_problems(tmp_path)
+    assert problem.startswith("model.safetensors cannot be read: FileNotFoundError(2, ")
+
+
 def test_weights_that_are_cut_off(tmp_path):
     write_tensors(folder(tmp_path) / "model.safetensors", {"a": [2]}, num_bytes=7)
     (found,) = folder_problems(tmp_path)

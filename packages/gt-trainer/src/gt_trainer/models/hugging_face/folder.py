@@ -83,7 +83,10 @@ def read_weights(folder: Path) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     holders: dict[str, str] = {}
     for path in files:
-        found = _header_shapes(path)
+        try:
+            found = _header_shapes(path)
+        except OSError as error:
+            raise FolderError(f"{path.name} cannot be read: {error!r}") from None
         for name in sorted(found.keys() & holders.keys()):
             raise FolderError(f"{holders[name]} and {path.name} both have {name}")
         holders |= dict.fromkeys(found, path.name)
