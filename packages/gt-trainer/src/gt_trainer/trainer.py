@@ -191,7 +191,8 @@ class GraphTrainer(Trainer):
         Arguments are those of the step: token ids (B, L), labels (B, L), the number of tokens of
         all ranks, and a dictionary of what else the model takes, such as positions and masks. They
         run at each capture, in ``--compile.mode aot_fx_trace`` without a pipeline; options that
-        would leave them out are refused.
+        would leave them out are refused when the step is made. ``--dry-run`` and ``precompile``
+        capture without them.
         """
         return ()
 

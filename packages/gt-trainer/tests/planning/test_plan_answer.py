@@ -86,6 +86,12 @@ def test_a_bubble_can_bind_and_be_why_another_is_slower():
     assert why_slower(best, other).startswith("200.0 ms behind, 360.0 ms of bubble more")
 
 
+def test_a_slower_recipe_may_wait_for_the_host():
+    best = outcome(ms=1000)
+    other = outcome(dp_shard=4, ms=1200, computing_us=800e3)
+    assert why_slower(best, other).startswith("200.0 ms behind, 160.0 ms of waiting for the host")
+
+
 def test_programs_read_the_same_as_data():
     data = report((outcome(8, gib=90),), (outcome(4),)).as_data()
     (recipe,) = data["recipes"]
