@@ -248,7 +248,12 @@ class TorchMachine:
 
     def _attention(self, work: Work) -> tuple[Callable[..., Any], _MakeInputs]:
         heads, length, head_dim = work.shape
-        attend = _causal_attention(self._device, length)
+        # A CPU has no backward of FlexAttention.
+        attend: Callable[..., torch.Tensor] = partial(
+            F.scaled_dot_product_attention, is_causal=True
+        )
+        if self._is_cuda:
+            attend = causal_flex_attention(self._device, length)
         q, k, v, gradient = (
             torch.randn(1, heads, length, head_dim, device=self._device, dtype=torch.bfloat16)
             for _ in range(4)
@@ -282,12 +287,10 @@ class TorchMachine:
         )
 
 
-def _causal_attention(device: torch.device, length: int) -> Callable[..., torch.Tensor]:
-    """FlexAttention as a GPU compiles it; a CPU, which has no backward of it, attends otherwise."""
-    if device.type != "cuda":
-        return partial(F.scaled_dot_product_attention, is_causal=True)
+def causal_flex_attention(device: torch.device, length: int) -> Callable[..., Any]:
+    """Of queries, keys and values, (B, H, L, D) each, compiled for this length alone."""
     mask = create_block_mask(_is_causal, None, None, length, length, device=str(device))
-    return partial(torch.compile(flex_attention), block_mask=mask)
+    return partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
 
 
 def _is_causal(batch: Any, head: Any, query: Any, key: Any) -> Any:

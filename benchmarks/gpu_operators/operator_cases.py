@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from calibration.machine import causal_flex_attention
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from gt_passes.simulation import MatmulShape, OpWork
 
@@ -102,15 +102,6 @@ MakeAttention = Callable[[torch.device, int], Callable[..., Any]]
 """From the device and the length to a causal attention of queries, keys and values."""
 
 
-def _flex(device: torch.device, length: int) -> Callable[..., Any]:
-    mask = create_block_mask(_is_causal, None, None, length, length, device=str(device))
-    return partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
-
-
-def _is_causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
-    return query >= key
-
-
 def _by_backend(backend: SDPBackend) -> MakeAttention:
     def make(device: torch.device, length: int) -> Callable[..., Any]:
         def attend(*qkv: torch.Tensor) -> Any:
@@ -127,7 +118,7 @@ def _default(device: torch.device, length: int) -> Callable[..., Any]:
 
 
 _ATTENTIONS: Mapping[str, MakeAttention] = {
-    "FlexAttention, compiled": _flex,
+    "FlexAttention, compiled": causal_flex_attention,
     "SDPA, as it chooses": _default,
     "SDPA, FlashAttention": _by_backend(SDPBackend.FLASH_ATTENTION),
     "SDPA, cuDNN": _by_backend(SDPBackend.CUDNN_ATTENTION),

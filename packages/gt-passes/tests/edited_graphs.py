@@ -1,4 +1,4 @@
-"""A pass that does to a graph what a test asks for, and what the verifier says of it."""
+"""Passes that do to a graph what a test asks for, and what the verifier says of it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ Edit = Callable[[GraphModule], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplaceOperators(GraphPass):
-    """A pass that may change the dataflow, and does what a test asks for."""
+class EditGraph(GraphPass):
+    """Does whatever a test asks for."""
 
-    name: ClassVar[str] = "replace-operators"
+    name: ClassVar[str] = "edit-graph"
     numerics: ClassVar[Numerics] = "approximate"
     runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
-    keeps_dataflow: ClassVar[bool] = False
 
     edit: Edit
-    allowed: ChangeBounds = field(default_factory=lambda: ChangeBounds(peak_memory_growth=None))
+    allowed: ChangeBounds = field(default_factory=ChangeBounds)
 
     @property
     def bounds(self) -> ChangeBounds:
@@ -40,7 +39,17 @@ class ReplaceOperators(GraphPass):
         return PassReport(changed=True)
 
     def __repr__(self) -> str:
-        return "ReplaceOperators()"
+        return f"{type(self).__name__}()"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ReplaceOperators(EditGraph):
+    """May change the dataflow, and take more memory."""
+
+    name: ClassVar[str] = "replace-operators"
+    keeps_dataflow: ClassVar[bool] = False
+
+    allowed: ChangeBounds = field(default_factory=lambda: ChangeBounds(peak_memory_growth=None))
 
 
 def problems_of(graph_module: GraphModule, edit: Edit, **options: object) -> str:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import gc
 import pickle
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
+from edited_graphs import EditGraph
 from expecttest import assert_expected_inline
 from pass_graphs import capture, capture_dead, collectives, node_of, program, unshard
 from torch.fx import GraphModule
 
-from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
-from gt_config.numerics import Numerics
 from gt_passes import (
     CanonicalizeViews,
     ChangeBounds,
@@ -37,29 +35,6 @@ from gt_passes.errors import PassDeclarationError
 from gt_passes.facts import Fact
 
 X = torch.ones(4, 6)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EditGraph(GraphPass):
-    """Does whatever a test asks for."""
-
-    name: ClassVar[str] = "edit-graph"
-    numerics: ClassVar[Numerics] = "approximate"
-    runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
-
-    edit: Callable[[GraphModule], None]
-    allowed: ChangeBounds = field(default_factory=ChangeBounds)
-
-    @property
-    def bounds(self) -> ChangeBounds:
-        return self.allowed
-
-    def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
-        self.edit(graph_module)
-        return PassReport(changed=True)
-
-    def __repr__(self) -> str:
-        return "EditGraph()"
 
 
 def run(graph_module: GraphModule, *passes: GraphPass, **options: object) -> PassManagerReport:

@@ -68,6 +68,18 @@ def shelves(budget: float, *, size: int = 6) -> Problem:
     )
 
 
+def things(size: int, count: int, *, num_options: int) -> Block:
+    """A block of all variables, none of which has bytes on the way."""
+    return Block(
+        name="things",
+        size=size,
+        variables=tuple(range(count)),
+        windows=(),
+        row=None,
+        passing_bytes=(np.zeros(num_options),) * count,
+    )
+
+
 def opposed_rows(budget: float, *, size: int = 5, count: int = 4) -> Problem:
     """Options that are free and large, small in one of two rows, or dear and small in both.
 
@@ -87,16 +99,7 @@ def opposed_rows(budget: float, *, size: int = 5, count: int = 4) -> Problem:
             MemoryRow(name=name, budget_bytes=budget * size * count, fixed_bytes=0.0)
             for name in ("one", "other")
         ),
-        blocks=(
-            Block(
-                name="things",
-                size=size,
-                variables=tuple(range(count)),
-                windows=(),
-                row=None,
-                passing_bytes=(np.zeros(4),) * count,
-            ),
-        ),
+        blocks=(things(size, count, num_options=4),),
     )
 
 
@@ -225,16 +228,7 @@ def drawn_rows(seed: int, *, size: int = 5, count: int = 6) -> Problem:
             MemoryRow(name=f"row {n}", budget_bytes=float(budget), fixed_bytes=0.0)
             for n, budget in enumerate(budgets)
         ),
-        blocks=(
-            Block(
-                name="things",
-                size=size,
-                variables=tuple(range(count)),
-                windows=(),
-                row=None,
-                passing_bytes=(np.zeros(6),) * count,
-            ),
-        ),
+        blocks=(things(size, count, num_options=6),),
     )
 
 
