@@ -99,7 +99,7 @@ def test_numbers_that_json_has_not_are_read_as_they_were(path: Path) -> None:
 
 def test_a_file_is_text_where_its_content_is(path: Path) -> None:
     lines = container_bytes(blobs={}).decode("utf-8").splitlines()
-    assert lines[0].startswith("gt-artifact 1 ")
+    assert lines[0].startswith("gt-artifact 2 ")
     assert '   "environment.torch": "\\"2.15.0\\""' in lines
     assert lines[-2:] == [
         '{"nodes":[["add",[1,2.5,null,true]],["größe",Infinity]],"empty":{}}',
@@ -307,17 +307,17 @@ def test_a_file_that_is_cut_while_it_is_open_is_refused(path: Path) -> None:
     ("raw", "problem"),
     [
         (b"", "it does not begin with 'gt-artifact ', as artifacts do"),
-        (b"gt-artifact 1 0 00\n", "its first line is not whole"),
+        (b"gt-artifact 2 0 00\n", "its first line is not whole"),
         (b"gt-artifact 01 5 " + b"0" * 64 + b"\n" + b" " * 5, "its first line is not whole"),
-        (b"gt-artifact 1 -5 " + b"0" * 64 + b"\n" + b" " * 5, "its first line is not whole"),
+        (b"gt-artifact 2 -5 " + b"0" * 64 + b"\n" + b" " * 5, "its first line is not whole"),
         (
-            b"gt-artifact 1 999999999 " + b"0" * 64 + b"\n{}",
+            b"gt-artifact 2 999999999 " + b"0" * 64 + b"\n{}",
             (
                 "its header would have 999,999,999 bytes, of 2 that there are and 67,108,864 that it "
                 "may have"
             ),
         ),
-        (b"gt-artifact 1 2 " + b"0" * 64 + b"\n{}", "the SHA-256 of its header is another"),
+        (b"gt-artifact 2 2 " + b"0" * 64 + b"\n{}", "the SHA-256 of its header is another"),
         (
             forged([], b"", header=b'{"kind":"a","kind":"b"}'),
             "its header is no strict JSON: an object has the key 'kind' twice",
@@ -422,7 +422,7 @@ def test_a_refusal_is_short_whatever_the_file_says(path: Path) -> None:
 
 
 def test_a_first_line_without_end_is_not_read(path: Path) -> None:
-    path.write_bytes(b"gt-artifact 1 ")
+    path.write_bytes(b"gt-artifact 2 ")
     os.truncate(path, 2**30)
     tracemalloc.start()
     with pytest.raises(ArtifactDamagedError, match="its first line is not whole"):

@@ -51,6 +51,18 @@ def test_a_batch_that_would_have_no_whole_sequences_is_left_out():
     assert asked == [(True, 64), (False, 32), (False, 64)]
 
 
+def test_a_batch_that_was_given_as_a_flag_grows_too():
+    given = replace(_REQUEST, fixed={"--training.global_batch_size": 128})
+    asked = [each.fixed for _, each in curve._requests(given, (64, 256))]
+    assert [each["--training.global_batch_size"] for each in asked] == [128, 512, 128, 128]
+
+
+def test_the_size_of_the_plan_is_on_the_curve(monkeypatch):
+    points, _ = _curve(monkeypatch, sizes=(256,))
+    assert [(each.num_gpus, each.grows) for each in points][::2] == [(64, True), (64, False)]
+    assert points[0].simulated == outcome(8)
+
+
 def test_rows_say_what_is_bounded_what_is_simulated_and_what_cannot_be():
     text = str(report((outcome(8),), scaling=scaling()))
     _, bounded, *_ = rows = text[text.index(curve.SCALING_HEAD) :].splitlines()[:5]
@@ -68,6 +80,7 @@ def test_rows_say_what_is_bounded_what_is_simulated_and_what_cannot_be():
 def test_data_has_the_curve():
     data = report((outcome(8),), scaling=scaling()).as_data()["scaling"]
     assert [each["num_gpus"] for each in data] == [64, 256, 64, 256]
+    assert [each["grows"] for each in data] == [True, True, False, False]
     assert data[0]["simulated"]["step_us"] == 1e6
     assert data[1]["simulated"] is None
     assert data[3]["least_us"] is None

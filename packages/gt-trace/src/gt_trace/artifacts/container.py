@@ -2,7 +2,7 @@
 
 ::
 
-    gt-artifact 1 <bytes of the header> <SHA-256 of the header>
+    gt-artifact 2 <bytes of the header> <SHA-256 of the header>
     {"kind": "...", "fingerprint": {...},
      "sections": [{"name": "...", "media": "json", "bytes": 123, "sha256": "..."}, ...]}
     the sections, one after another, to the end of the file
@@ -39,7 +39,7 @@ from gt_trace.artifacts.strict_json import json_bytes, parse_json
 from gt_trace.errors import ArtifactDamagedError, ArtifactError, ArtifactVersionError
 from gt_trace.garbage_collection import held_garbage_collection
 
-CONTAINER_FORMAT = 1
+CONTAINER_FORMAT = 2
 """Raised by one whenever the header, or what any section means, changes."""
 
 MAX_HEADER_BYTES = 2**26

@@ -111,6 +111,8 @@ def plan_module(
 ) -> ModulePlan:
     """Simulate all recipes. Needs a process without a process group.
 
+    Passes are not verified here, as in ``gt-train plan``: a run verifies what it trains with.
+
     Args:
         model: on any device, meta included. Not changed, and no weight of it is copied.
         loss: called as ``loss(model, *inputs)``. It runs on tensors without values.
@@ -237,9 +239,7 @@ def _simulated(
             tokens = recipe.global_batch * tokens_per_sample
             facts = _facts(recipe, mine, tokens=tokens)
             run = simulate_run(traced, facts, labels={}, hardware=machine)
-            if (
-                recipe.memory_policy == "save_all"
-            ):  # the first of each sharding: nothing is repeated
+            if recipe.memory_policy == "save_all":  # the first of each sharding repeats nothing
                 flops_per_token = run.graph.flops // (recipe.microbatch * tokens_per_sample)
             yield replace(
                 outcome_of_step(recipe, run),

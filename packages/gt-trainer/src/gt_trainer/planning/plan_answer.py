@@ -95,6 +95,7 @@ class PlanAnswer:
                 {
                     "num_gpus": each.num_gpus,
                     "global_batch_tokens": each.global_batch_tokens,
+                    "grows": each.grows,
                     "least_us": each.least_us,
                     "simulated": None
                     if each.simulated is None
@@ -254,32 +255,28 @@ def goodput_on(cluster: Cluster, num_gpus: int) -> Goodput:
 
 def binding(outcome: RecipeOutcome) -> str:
     """What a step's time is spent on most, beside computing."""
-    parts = {f"{name} (network)": us for name, us in outcome.exposed_us.items()}
-    parts["bubble"] = outcome.bubble * outcome.step_us
-    parts["optimizer"] = outcome.optimizer_us
-    parts["waiting for the host"] = _host_us(outcome)
+    parts = _parts_us(outcome)
+    del parts["computing"]
     name, most = max(parts.items(), key=lambda part: part[1])
     computing = outcome.computing_us / outcome.step_us
     share = most / outcome.step_us
     return f"{computing:.0%} of the step computes; most of the rest: {share:.1%} {name}"
 
 
-def _host_us(outcome: RecipeOutcome) -> float:
-    """What no other part of a step explains."""
-    named = outcome.bubble * outcome.step_us + outcome.optimizer_us + outcome.computing_us
-    return outcome.step_us - named - sum(outcome.exposed_us.values())
+def _parts_us(outcome: RecipeOutcome) -> dict[str, float]:
+    """What a step's time is spent on; the values add up to it."""
+    parts = {f"{name} (network)": us for name, us in outcome.exposed_us.items()}
+    parts["computing"] = outcome.computing_us
+    parts["bubble"] = outcome.bubble * outcome.step_us
+    parts["the optimizer"] = outcome.optimizer_us
+    parts["waiting for the host"] = outcome.step_us - sum(parts.values())
+    return parts
 
 
 def why_slower(best: RecipeOutcome, other: RecipeOutcome) -> str:
     """What another recipe spends more time on, most first."""
-    names = list(dict.fromkeys((*best.exposed_us, *other.exposed_us)))
-    more = {
-        name: other.exposed_us.get(name, 0.0) - best.exposed_us.get(name, 0.0) for name in names
-    }
-    more["computing"] = other.computing_us - best.computing_us
-    more["bubble"] = other.bubble * other.step_us - best.bubble * best.step_us
-    more["the optimizer"] = other.optimizer_us - best.optimizer_us
-    more["waiting for the host"] = _host_us(other) - _host_us(best)
+    of_best = _parts_us(best)
+    more = {name: us - of_best.get(name, 0.0) for name, us in _parts_us(other).items()}
     name, us = max(more.items(), key=lambda part: part[1])
     behind = other.step_us - best.step_us
     return f"{ms(behind)} behind, {ms(us)} of {name} more: {other.recipe}"

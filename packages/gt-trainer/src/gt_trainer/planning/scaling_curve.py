@@ -17,6 +17,8 @@ from gt_trainer.planning.planner import SearchedPlan, search_plan
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
 from gt_trainer.trainer import GraphTrainer
 
+_BATCH = "--training.global_batch_size"
+
 SIZES = (64, 256, 1024, 4096, 16_384)
 """GPUs."""
 
@@ -79,11 +81,11 @@ def scaling_curve(
         plan: what was found; it is the point of its own size.
         asked: as for ``search_plan``.
         seconds: for all of it; what is left of them is shared by the sizes that are left.
-        sizes: numbers of GPUs.
+        sizes: numbers of GPUs, besides that of the plan.
         tell: as for ``search_plan``.
     """
     until = time.monotonic() + seconds
-    requests = list(_requests(request, sizes))
+    requests = list(_requests(request, sorted({*sizes, request.num_gpus})))
     points = []
     for number, (grows, each) in enumerate(requests):
         searched = plan
@@ -116,6 +118,9 @@ def _requests(request: PlanRequest, sizes: Sequence[int]) -> Iterator[tuple[bool
     for num_gpus in sizes:
         growing, rest = divmod(request.global_batch * num_gpus, request.num_gpus)
         if not rest and growing:
-            yield True, replace(request, num_gpus=num_gpus, global_batch=growing)
+            fixed = dict(request.fixed)
+            if _BATCH in fixed:
+                fixed[_BATCH] = growing
+            yield True, replace(request, num_gpus=num_gpus, global_batch=growing, fixed=fixed)
     for num_gpus in sizes:
         yield False, replace(request, num_gpus=num_gpus)

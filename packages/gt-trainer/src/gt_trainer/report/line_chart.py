@@ -31,7 +31,7 @@ def line_chart(
     lowest = 0.0 if from_zero else min(value for _, value in finite)
     ticks = round_ticks(lowest, max(value for _, value in finite))
     first, last = points[0][0], max(points[-1][0], points[0][0] + 1)
-    x = Axis(label="step", ticks=[(first, f"{first:g}"), (last, f"{points[-1][0]:g}")])
+    x = Axis(label="step", ticks=[(first, f"{first:g}"), (last, f"{last:g}")])
     y = Axis(label=unit, ticks=[(tick, f"{tick:,.6g}") for tick in ticks])
     lines = [
         f'<line class="restart" x1="{x.place(mark):.2f}" x2="{x.place(mark):.2f}" y1="0" '

@@ -17,6 +17,7 @@ from gt_trace import InputPreparer
 from gt_trainer.artifacts.run_artifacts import RunArtifacts, artifact_folder
 from gt_trainer.artifacts.run_identity import RunSettings, definitions
 from gt_trainer.compile_options import TrainerCompileConfig
+from gt_trainer.launcher import RunStoppedError
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import Recipe
 from gt_trainer.steps.captured_training_step import CapturedTrainingStep
@@ -62,7 +63,7 @@ class StepParts:
     """Hooks on the inputs of captured steps."""
 
 
-class UnpreparedInputsError(ValueError):
+class UnpreparedInputsError(RunStoppedError):
     """A trainer has input preparers, and its options run no step that would have them."""
 
 
