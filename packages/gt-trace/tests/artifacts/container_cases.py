@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from gt_config import Fingerprint
-from gt_trace.artifacts.container import write_container
+from gt_trace.artifacts.container import CONTAINER_FORMAT, write_container
 
 FINGERPRINT = Fingerprint(fields={"config.mode": '"aot_fx_trace"', "environment.torch": '"2.15.0"'})
 OTHER = Fingerprint(fields={"config.mode": '"aot_fx_trace"', "environment.torch": '"2.14.1"'})
@@ -47,7 +47,7 @@ def forged(
     body: bytes,
     *,
     header: bytes | None = None,
-    version: int = 1,
+    version: int = CONTAINER_FORMAT,
     fingerprint: Any = None,
     **other: Any,
 ) -> bytes:

@@ -188,7 +188,7 @@ def test_checks_come_in_their_order(path: Path) -> None:
 
     faulty = forged([{}], b"")
     assert kind_of_refusal(b"PK" + faulty) is ArtifactDamagedError
-    assert kind_of_refusal(faulty.replace(b"artifact 1", b"artifact 2")) is ArtifactVersionError
+    assert kind_of_refusal(faulty.replace(b"artifact 2", b"artifact 1")) is ArtifactVersionError
     assert kind_of_refusal(faulty, "stage") is ArtifactDamagedError
     assert kind_of_refusal(forged([], b""), "stage") is ArtifactError
     assert kind_of_refusal(forged([], b"")) is StaleFingerprintError
@@ -199,7 +199,7 @@ def test_refuses_another_format_whatever_comes_after_it(path: Path) -> None:
     with pytest.raises(ArtifactVersionError) as caught:
         open_container(path, kind=KIND, fingerprint=FINGERPRINT)
     assert str(caught.value) == (
-        f"{path} is an artifact of format 12, and this gt-trace reads format 1: capture again"
+        f"{path} is an artifact of format 12, and this gt-trace reads format 2: capture again"
     )
 
 
