@@ -3,10 +3,12 @@
 Times the operators that decide a step (dense, float8 and grouped products, attention by each
 kernel), each alone on an idle device, and puts the simulation's time beside it::
 
-    python benchmarks/bench_gpu_operators.py [--json FILE] [--hardware FILE] [--samples 5]
+    python benchmarks/bench_gpu_operators.py [--json FILE] [--hardware FILE] [--sustained 3]
 
-``ours`` is simulated, ``peer`` is measured. What overlaps, waits for the host or competes for
-memory bandwidth in a step is not in these numbers: ``bench_gpu_step`` has that.
+``ours`` is simulated, ``peer`` is measured. With ``--sustained``, each is also called without a
+pause for so many seconds, until the device's power or heat limits its clock. What overlaps, waits
+for the host or competes for memory bandwidth in a step is not in these numbers: ``bench_gpu_step``
+has that.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ import argparse
 import gc
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from calibration.machine import TorchMachine
 from gpu_operators.operator_cases import Case, operator_cases
 from report import Report, Row, Sample
+from sustained import sustained
 
 from gt_passes.simulation import Hardware, device_time, h100_sxm
 from gt_passes.simulation.hardware import load_hardware
@@ -43,6 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
     report = Report(benchmark="gpu_operators")
     report.notes.append(f"ours is simulated, with the constants of {hardware.name}")
     for name, make in operator_cases(device, shrink=options.shrink):
+        if options.only not in name:
+            continue
         try:
             case = make()
             samples = _microseconds(case.run, machine, options.samples)
@@ -52,6 +57,12 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         report.rows.append(_row(name, case, samples, hardware))
         report.notes.append(f"{name}: {_tflops_per_s(case, samples, hardware):.0f} TFLOP/s")
+        if options.sustained is not None:
+            load = sustained(case.run, device, options.sustained)
+            told = f"{name}, sustained"
+            report.rows.append(_row(told, case, load.call_us, hardware))
+            rate = _tflops_per_s(case, load.call_us, hardware)
+            report.notes.append(f"{told}: {rate:.0f} TFLOP/s, {load.told or 'clock unknown'}")
         _write(report, options.json)
         del case
         gc.collect()
@@ -79,7 +90,7 @@ def _microseconds(
     return [machine.call_us(calls) / _NUM_CALLS for _ in range(num_samples)]
 
 
-def _row(name: str, case: Case, samples: list[float], hardware: Hardware) -> Row:
+def _row(name: str, case: Case, samples: Sequence[float], hardware: Hardware) -> Row:
     simulated_us = device_time(case.work, hardware, masked=case.masked).total_us
     return Row(
         workload="operators",
@@ -92,7 +103,7 @@ def _row(name: str, case: Case, samples: list[float], hardware: Hardware) -> Row
     )
 
 
-def _tflops_per_s(case: Case, samples: list[float], hardware: Hardware) -> float:
+def _tflops_per_s(case: Case, samples: Sequence[float], hardware: Hardware) -> float:
     density = hardware.attention_mask_density if case.masked else 1.0
     return case.work.flops * density / statistics.median(samples) / 1e6
 
@@ -102,11 +113,17 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--hardware", type=Path, help="hardware file (default: H100 SXM)")
     parser.add_argument("--samples", type=int, default=5, help="of each operator (default: 5)")
+    parser.add_argument("--only", default="", help="only those whose name contains this")
+    parser.add_argument(
+        "--sustained", type=float, metavar="SECONDS", help="call each for so long, too"
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--shrink", type=int, default=1, help="divide sizes, for trials")
     options = parser.parse_args(arguments)
     if options.samples < 1:
         parser.error("--samples must be at least 1")
+    if options.sustained is not None and options.sustained <= 0:
+        parser.error("--sustained must be more than 0 seconds")
     return options
 
 

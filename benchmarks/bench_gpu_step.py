@@ -8,8 +8,10 @@ be imported::
     python benchmarks/bench_gpu_step.py [--json FILE] [--workload 1B] [--samples 9]
 
 Forward, loss and gradients; no optimizer, which is the same for all. Contestants share the model,
-are alive together with eager, and are stepped in turn with it. On a machine without CUDA it says so
-and ends; ``--device cpu`` with small sizes proves its Python, and measures nothing of interest.
+are alive together with eager, and are stepped in turn with it. With ``--sustained`` each is also
+stepped without a pause for so many seconds, until the device's power or heat limits its clock. On a
+machine without CUDA it says so and ends; ``--device cpu`` with small sizes proves its Python, and
+measures nothing of interest.
 """
 
 from __future__ import annotations
@@ -26,14 +28,15 @@ import torch
 from gpu_step import contestants
 from gpu_step.contestants import COMPILATIONS, Contestant
 from gpu_step.measurement import Timed, peak_gib, profiled, timed
-from gpu_step.model import LLAMA_1B, LLAMA_8B, Workload, batch, placed_model
+from gpu_step.model import LLAMA_1B, LLAMA_8B, LLAMA_8B_FSDP, Workload, batch, placed_model
 from report import Report, Row, Sample
+from sustained import Sustained, sustained
 
 from gt_passes import CudaGraphs, DescribeOnly
 from gt_passes.simulation import h100_sxm
 from gt_passes.simulation.hardware import load_hardware
 
-WORKLOADS = (LLAMA_8B, LLAMA_1B)
+WORKLOADS = (LLAMA_8B, LLAMA_8B_FSDP, LLAMA_1B)
 _NUM_WARMUP_STEPS = 3
 """One that compiles, one that records, one that replays."""
 
@@ -57,7 +60,7 @@ def main(arguments: list[str] | None = None, *, graphs: CudaGraphs | None = None
     )
     for workload in WORKLOADS:
         if options.workload in workload.name:
-            _measure(_resized(workload, options), device, options, report, graphs)
+            _measure(_changed(workload, options), device, options, report, graphs)
     print(report.table())
     if options.json is not None:
         report.write(options.json)
@@ -71,14 +74,17 @@ def _measure(
     report: Report,
     graphs: CudaGraphs | None,
 ) -> None:
-    with placed_model(workload, device) as model:
+    with placed_model(workload, device, float8=options.float8) as model:
         inputs = batch(workload, device)
         operators = contestants.num_operators(model, inputs)
         report.notes.append(f"{workload.name}: {operators} operators as captured")
         reference = contestants.eager(model)
         _warm_up(reference, inputs)
         eager_facts = _facts(reference, inputs, device)
-        for make in _makers(model, inputs, options, graphs):
+        eager_load = _sustained(reference, inputs, device, options.sustained)
+        for name, make in _makers(model, inputs, options, graphs):
+            if options.only not in name:
+                continue
             contestant = _made(make, workload, report)
             if contestant is None:
                 continue
@@ -90,6 +96,11 @@ def _measure(
                 ours, theirs = zip(*pairs, strict=True)
                 report.rows += _rows(workload.name, contestant, ours, theirs, operators)
                 report.rows += _simulated(workload.name, contestant, ours)
+                load = _sustained(contestant, inputs, device, options.sustained)
+                if load is not None and eager_load is not None:
+                    report.rows.append(_sustained_row(workload.name, contestant, load, eager_load))
+                    told = load.told or "clock unknown"
+                    report.notes.append(f"{workload.name}: {contestant.name}, sustained: {told}")
                 facts = _facts(contestant, inputs, device)
                 report.rows += _counts(workload.name, contestant.name, facts, eager_facts)
                 if contestant.note:
@@ -106,10 +117,12 @@ def _makers(
     inputs: tuple[torch.Tensor, ...],
     options: argparse.Namespace,
     graphs: CudaGraphs | None,
-) -> Iterator[Callable[[], Contestant]]:
+) -> Iterator[tuple[str, Callable[[], Contestant]]]:
+    """Names and makers."""
     on_gpu = options.device == "cuda"
-    yield lambda: contestants.torch_compile(model, backend="inductor" if on_gpu else "eager")
-    yield lambda: contestants.graph_trainer(model, inputs)
+    backend = "inductor" if on_gpu else "eager"
+    yield contestants.TORCH_COMPILE, lambda: contestants.torch_compile(model, backend=backend)
+    yield contestants.GRAPH_TRAINER, lambda: contestants.graph_trainer(model, inputs)
     for compilation in COMPILATIONS:
         for recorded in (False, True):
             if recorded and not on_gpu and graphs is None:
@@ -129,7 +142,7 @@ def _makers(
                     else h100_sxm(),
                 )
 
-            yield make
+            yield contestants.name_of_ours(compilation, recorded=recorded), make
 
 
 def _made(make: Callable[[], Contestant], workload: Workload, report: Report) -> Contestant | None:
@@ -169,6 +182,30 @@ def _in_turn(
         )
         for _ in range(num_samples)
     ]
+
+
+def _sustained(
+    contestant: Contestant,
+    inputs: tuple[torch.Tensor, ...],
+    device: torch.device,
+    seconds: float | None,
+) -> Sustained | None:
+    if seconds is None:
+        return None
+    return sustained(lambda: contestant.step(*inputs), device, seconds)
+
+
+def _sustained_row(
+    workload: str, contestant: Contestant, ours: Sustained, theirs: Sustained
+) -> Row:
+    return Row(
+        workload=f"{workload}, {contestant.name}",
+        metric="sustained_step_time",
+        unit="ms",
+        ours=Sample.of([1e-3 * each for each in ours.call_us]),
+        peer=Sample.of([1e-3 * each for each in theirs.call_us]),
+        peer_name=contestants.EAGER,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,8 +285,8 @@ def _counts(workload: str, name: str, facts: _Facts, eager: _Facts) -> list[Row]
     ]
 
 
-def _resized(workload: Workload, options: argparse.Namespace) -> Workload:
-    """The workload with other sizes, and a name that says so."""
+def _changed(workload: Workload, options: argparse.Namespace) -> Workload:
+    """The workload with other sizes or products, and a name that says so."""
     shape = workload.shape
     changes: dict[str, int] = {}
     if options.layers is not None:
@@ -259,9 +296,11 @@ def _resized(workload: Workload, options: argparse.Namespace) -> Workload:
         changes |= {"num_heads": 8, "num_kv_heads": 4}
     if options.seq is not None:
         changes["seq"] = options.seq
-    if not changes:
-        return workload
     told = ", ".join(f"{name} {value}" for name, value in changes.items())
+    if options.float8 is not None:
+        told = f"{told}, float8 {options.float8}" if told else f"float8 {options.float8}"
+    if not told:
+        return workload
     return dataclasses.replace(
         workload,
         name=f"{workload.name}, with {told}",
@@ -274,6 +313,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--workload", default="", help="only those whose name contains this")
     parser.add_argument("--samples", type=int, default=9, help="steps of each (default: 9)")
+    parser.add_argument(
+        "--sustained", type=float, metavar="SECONDS", help="step each for so long, too"
+    )
+    parser.add_argument("--only", default="", help="only contestants whose name contains this")
+    parser.add_argument("--float8", metavar="RECIPE", help="of torchao: rowwise, tensorwise")
     parser.add_argument("--memory-policy", default="save_all", help="of ours (default: save_all)")
     parser.add_argument("--hardware", type=Path, help="file to simulate (default: H100 SXM)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -283,6 +327,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.samples < 1:
         parser.error("--samples must be at least 1")
+    if options.sustained is not None and options.sustained <= 0:
+        parser.error("--sustained must be more than 0 seconds")
     return options
 
 

@@ -16,7 +16,7 @@ from gt_passes.cuda_graphs.cuda_graph_safety import CaptureTarget
 from gt_passes.testing import FakeRecorder
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-_OURS = ("bench_gpu_step", "gpu_step", "report")
+_OURS = ("bench_gpu_step", "gpu_step", "report", "sustained")
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def imitated_graphs() -> CudaGraphs:
 def test_a_sharded_step_is_run_in_every_way(tool, tmp_path: Path) -> None:
     path = tmp_path / "gpu_step.json"
     small = ["--layers", "2", "--width", "64", "--seq", "16", "--samples", "1", "--workload", "8B"]
-    arguments = ["--device", "cpu", *small, "--json", str(path)]
+    arguments = ["--device", "cpu", *small, "--json", str(path), "--sustained", "0.01"]
     assert tool.bench.main(arguments, graphs=imitated_graphs()) == 0
     record = json.loads(path.read_text())
     assert not any("failed" in note or "cannot be made" in note for note in record["notes"])
@@ -57,6 +57,7 @@ def test_a_sharded_step_is_run_in_every_way(tool, tmp_path: Path) -> None:
     assert all(row["ours"] > 0 and row["peer_name"] == "eager" for row in timed)
     assert {row["metric"] for row in record["rows"]} == {
         "gpu_step_time",
+        "sustained_step_time",
         "host_per_operator",
         "launches",
     }

@@ -96,13 +96,17 @@ def ours(
     simulated = simulate_step(traced.graph_module, cost_model)
     counts = {name: count for each in report.records for name, count in each.report.counts.items()}
     return Contestant(
-        name=f"ours, {compilation}" + (", graphs" if recorded else ""),
+        name=name_of_ours(compilation, recorded=recorded),
         step=traced.bind(model),
         note=f"{counts.get('pieces', 0)} pieces" if recorded else "",
         is_recorded=recorded,
         simulated_ms=simulated.compute_us / 1e3,
         release=lambda: release_cuda_graphs(traced.graph_module),
     )
+
+
+def name_of_ours(compilation: InductorCompilation, *, recorded: bool) -> str:
+    return f"ours, {compilation}" + (", graphs" if recorded else "")
 
 
 def num_operators(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,6 +60,9 @@ LLAMA_8B = Workload(
     ),
     fsdp=4,
     tp=2,
+)
+LLAMA_8B_FSDP = Workload(
+    name="8B, FSDP 8, rank 0 of 8 (collectives do nothing)", shape=LLAMA_8B.shape, fsdp=8, tp=1
 )
 LLAMA_1B = Workload(
     name="1B, one rank",
@@ -160,15 +164,30 @@ _TP_PLAN = {
 
 
 @contextmanager
-def placed_model(workload: Workload, device: torch.device) -> Iterator[Decoder]:
+def placed_model(
+    workload: Workload, device: torch.device, *, float8: str | None = None
+) -> Iterator[Decoder]:
     """The model in float32, computing in bfloat16, with what rank 0 has of it.
 
     The ranks beside it do not exist: collectives return at once, and what they would have brought
     is whatever the memory held.
+
+    Args:
+        workload: sizes and degrees.
+        device: where it computes.
+        float8: a recipe of torchao's for the linear layers of the blocks; None for bfloat16.
+
+    Raises:
+        ImportError: float8 is asked for, and torchao is not here.
+        ValueError: float8 with tensor parallelism, which needs another plan.
     """
+    if float8 is not None and workload.tp > 1:
+        raise ValueError("float8 is measured without tensor parallelism: take 8B, FSDP 8")
     with fake_world(rank=0, world_size=workload.fsdp * workload.tp):
         with device:
             model = Decoder(workload.shape)
+        if float8 is not None:
+            _in_float8(model, float8, device)
         mesh = init_device_mesh(
             device.type, (workload.fsdp, workload.tp), mesh_dim_names=("fsdp", "tp")
         )
@@ -188,6 +207,17 @@ def placed_model(workload: Workload, device: torch.device) -> Iterator[Decoder]:
                 else:
                     local.normal_(std=0.02, generator=generator)
         yield model
+
+
+def _in_float8(model: Decoder, recipe: str, device: torch.device) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    if device.type == "cpu":
+        config = dataclasses.replace(config, emulate=True)
+    convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda module, fqn: fqn.startswith("layers")
+    )
 
 
 def batch(workload: Workload, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
