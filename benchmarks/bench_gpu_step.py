@@ -327,6 +327,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.samples < 1:
         parser.error("--samples must be at least 1")
+    sharded = [w.name for w in WORKLOADS if options.workload in w.name and w.tp > 1]
+    if options.float8 is not None and sharded:
+        parser.error(
+            "--float8 is measured without tensor parallelism: take --workload 'FSDP 8' or 1B"
+        )
     if options.sustained is not None and options.sustained <= 0:
         parser.error("--sustained must be more than 0 seconds")
     return options

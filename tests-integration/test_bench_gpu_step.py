@@ -82,6 +82,16 @@ def test_a_contestant_that_cannot_be_made_is_a_note(tool) -> None:
     ]
 
 
+def test_what_cannot_be_measured_is_told_before_a_model_is_built(tool, capsys) -> None:
+    for flags, told in {
+        ("--float8", "rowwise"): "--float8 is measured without tensor parallelism: take",
+        ("--sustained", "0"): "--sustained must be more than 0 seconds",
+    }.items():
+        with pytest.raises(SystemExit):
+            tool.bench.main([*flags])
+        assert told in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_a_machine_without_cuda_is_told_in_one_line(
     tool, capsys: pytest.CaptureFixture[str]

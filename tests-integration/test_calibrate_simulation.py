@@ -28,6 +28,7 @@ TRUTH = replace(
     launch_latency_us=5.0,
     graph_replay_kernel_us=0.4,
     matmul_efficiency=0.7,
+    matmul_fp8_efficiency=0.65,
     grouped_matmul_efficiency=0.5,
     attention_forward_efficiency=0.4,
     attention_backward_efficiency=0.3,
@@ -82,6 +83,9 @@ class KnownMachine:
             case "matmul":
                 m, n, k = work.shape
                 return matmul_us(MatmulShape(m=m, n=n, k=k), torch.bfloat16, TRUTH)
+            case "float8_matmul":
+                m, n, k = work.shape
+                return matmul_us(MatmulShape(m=m, n=n, k=k), torch.float8_e4m3fn, TRUTH)
             case "grouped_matmul":
                 m, n, k, groups = work.shape
                 shape = MatmulShape(m=m // groups, n=n, k=k, batch=groups)

@@ -140,10 +140,13 @@ def _efficiencies(
     fixed_us: float,
     sampled: Callable[[str, Callable[[], float]], Measured],
 ) -> dict[str, Measured]:
-    def matmul_efficiency(shape: tuple[int, int, int]) -> float:
+    def matmul_efficiency(
+        shape: tuple[int, int, int], kind: Literal["matmul", "float8_matmul"] = "matmul"
+    ) -> float:
         m, n, k = shape
-        work = Work(kind="matmul", count=4, shape=shape)
-        at_peak_us = matmul_us(MatmulShape(m=m, n=n, k=k), torch.bfloat16, base, efficiency=1.0)
+        work = Work(kind=kind, count=4, shape=shape)
+        dtype = torch.bfloat16 if kind == "matmul" else torch.float8_e4m3fn
+        at_peak_us = matmul_us(MatmulShape(m=m, n=n, k=k), dtype, base, efficiency=1.0)
         return at_peak_us / (machine.run_us(work) / work.count - fixed_us)
 
     def grouped_efficiency() -> float:
@@ -182,6 +185,12 @@ def _efficiencies(
             f"bfloat16 products of random numbers ({shapes}): the model's time at peak, partly "
             "filled waves included, over the device's; the median shape",
             lambda: statistics.median(map(matmul_efficiency, scale.matmuls)),
+        ),
+        "matmul_fp8_efficiency": sampled(
+            f"the same of float8, scaled tensor-wise ({shapes}); the median shape",
+            lambda: statistics.median(
+                matmul_efficiency(shape, "float8_matmul") for shape in scale.matmuls
+            ),
         ),
         "grouped_matmul_efficiency": sampled(
             "torch._grouped_mm in bfloat16, {}x{}x{} in {} equal groups: the model's time at peak "

@@ -24,7 +24,8 @@ WorkKind = Literal[
     "collective",  # the launch of an all-gather in a group of this rank alone
     "wait",  # for such an all-gather, done long ago
     "matmul",  # in bfloat16, on random numbers
-    "grouped_matmul",  # likewise, of equally many rows for each of several experts
+    "float8_matmul",  # of float8_e4m3fn, scaled tensor-wise, into bfloat16
+    "grouped_matmul",  # as matmul, of equally many rows for each of several experts
     "attention_forward",  # causal FlexAttention, compiled, in bfloat16
     "attention_backward",
     "gather",  # of rows of a table
@@ -207,6 +208,8 @@ class TorchMachine:
             return self._copies(work)
         if work.kind.startswith("attention"):
             return self._attention(work)
+        if work.kind == "float8_matmul":
+            return self._float8_products(work)
         if work.kind == "grouped_matmul":
             return self._grouped_products(work)
         if work.kind == "gather":
@@ -234,6 +237,17 @@ class TorchMachine:
         return (
             lambda *launched: [_WAIT(each) for each in launched],
             lambda: tuple(_GATHER(small, 1, group) for _ in range(count)),
+        )
+
+    def _float8_products(self, work: Work) -> tuple[Callable[..., Any], _MakeInputs]:
+        m, n, k = work.shape
+        left = torch.randn(m, k, device=self._device).to(torch.float8_e4m3fn)
+        right = torch.randn(n, k, device=self._device).to(torch.float8_e4m3fn).t()
+        one = torch.ones((), device=self._device)
+        multiply = partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return (
+            lambda a, b, scale: [multiply(a, b, scale, scale) for _ in range(work.count)],
+            lambda: (left, right, one),
         )
 
     def _grouped_products(self, work: Work) -> tuple[Callable[..., Any], _MakeInputs]:

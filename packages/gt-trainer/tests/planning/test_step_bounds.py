@@ -36,6 +36,7 @@ _MACHINE = replace(
     h100_sxm(),
     peak_bf16_flops_per_s=1e15,
     matmul_efficiency=1.0,
+    matmul_fp8_efficiency=1.0,
     attention_mask_density=1e-12,
     nvlink_bus_bytes_per_s=100e9,
     nic_effective_bytes_per_s=10e9,

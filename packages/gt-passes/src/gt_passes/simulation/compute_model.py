@@ -68,11 +68,14 @@ def matmul_us(
         shape: what is multiplied.
         dtype: of the arguments.
         hardware: the machine.
-        efficiency: of peak with every wave full; None takes ``hardware.matmul_efficiency``.
+        efficiency: of peak with every wave full; None takes the machine's for this dtype.
     """
     if shape.flops == 0:
         return 0.0
-    rate = _peak_flops_per_s(dtype, hardware) * (efficiency or hardware.matmul_efficiency)
+    if efficiency is None:
+        in_8_bits = dtype.itemsize == 1
+        efficiency = hardware.matmul_fp8_efficiency if in_8_bits else hardware.matmul_efficiency
+    rate = _peak_flops_per_s(dtype, hardware) * efficiency
     return min(_tiled_us(shape, tile, rate, hardware) for tile in _tiles(hardware))
 
 

@@ -65,6 +65,7 @@ class Hardware:
     peak_fp64_flops_per_s: float
     num_sms: int
     matmul_efficiency: float
+    matmul_fp8_efficiency: float
     tile_128x128_relative_speed: float
     tile_64x128_relative_speed: float
     matmul_min_split_k: int

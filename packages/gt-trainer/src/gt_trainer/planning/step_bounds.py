@@ -109,7 +109,7 @@ class ProductTimes:
         peak = _peak_flops_per_s(model.products_dtype, hardware)
         best = max(hardware.matmul_efficiency, hardware.grouped_matmul_efficiency)
         own = peak * hardware.matmul_efficiency
-        in_8_bits = max(own, hardware.peak_fp8_flops_per_s * hardware.matmul_efficiency)
+        in_8_bits = max(own, hardware.peak_fp8_flops_per_s * hardware.matmul_fp8_efficiency)
         self._ends_us = 2e6 * self._tokens / own
         self._dense_us = 2e6 * self._tokens / (in_8_bits if recipe.linears != "none" else own)
         self._experts_us = 2e6 * self._tokens / (peak * best)
