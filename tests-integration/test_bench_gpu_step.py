@@ -58,6 +58,7 @@ def test_a_sharded_step_is_run_in_every_way(tool, tmp_path: Path) -> None:
     assert {row["metric"] for row in record["rows"]} == {
         "gpu_step_time",
         "sustained_step_time",
+        "simulated_compute",
         "host_per_operator",
         "launches",
     }
