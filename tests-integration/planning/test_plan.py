@@ -6,6 +6,7 @@ in another order is said by ``reordered``; all else has its bits.
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import subprocess
@@ -107,10 +108,35 @@ def test_a_recipe_starts_on_as_many_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_plan_writes_its_page_and_shows_the_command_that_is_on_it(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    told = gt_train(
+        *("plan", "--module", "small_models", "--config", "llama3", "--gpus", "4"),
+        *("--global-batch-tokens", "2048", "--minutes", "1", "--page", str(page)),
+        *("--what-if", "memory=141", "--parallelism.pipeline_parallel_degree", "2"),
+    )
+    *_, command, dry_run, written = told.strip().splitlines()
+    assert dry_run == f"{command} --dry-run --world-size 4"
+    assert written.startswith(f"written: {page}")
+    first, *_ = json.loads(page.with_suffix(".json").read_text())["recipes"]
+    assert first["command"] == command.strip()
+    drawn = page.read_text()
+    assert "<span>rank 1</span>" in drawn
+    assert html.escape(command.strip()) in drawn
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("nproc", [4, 8])
-@pytest.mark.parametrize("model", ["llama3", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("model", "fixed"),
+    [
+        pytest.param("llama3", {}, id="llama3"),
+        pytest.param("llama3", {"--parallelism.pipeline_parallel_degree": 2}, id="pipelines"),
+        pytest.param("deepseek_v3", {}, id="deepseek_v3"),
+    ],
+)
 def test_the_first_recipes_of_a_plan_train_as_eager_runs_do_and_the_first_passes_its_dry_run(
-    tmp_path: Path, model: str, nproc: int
+    tmp_path: Path, model: str, fixed: Mapping[str, object], nproc: int
 ) -> None:
     with intended_for("cuda"):
         config = getattr(small_models, model)()
@@ -121,7 +147,7 @@ def test_the_first_recipes_of_a_plan_train_as_eager_runs_do_and_the_first_passes
             minutes=60,
             enough=_FIRST,
             what_if={},
-            fixed={},
+            fixed=fixed,
             model_flags=f"--module small_models --config {model}",
         )
         plan = make_plan(config, question, tell=print)
