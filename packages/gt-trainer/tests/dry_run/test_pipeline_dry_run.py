@@ -17,6 +17,7 @@ from gt_trainer.device import intended_for
 from gt_trainer.dry_run.dry_run import changes_that_need_less, dry_run
 from gt_trainer.dry_run.fake_step import fake_ranks
 from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport
+from gt_trainer.dry_run.step_timeline import timeline_of_pipeline
 from gt_trainer.pipelines.split_model import names_of_first_rank
 from gt_trainer.preflight.preflight import check_configuration, configuration_violations
 from gt_trainer.preflight.settled_defaults import settle_defaults
@@ -84,6 +85,15 @@ def experts() -> PipelineDryRunReport:
         pipeline_parallel_first_stage_less_layers=0,
         pipeline_parallel_last_stage_less_layers=0,
     )
+
+
+def test_a_timeline_has_a_row_for_each_rank(dense: PipelineDryRunReport) -> None:
+    timeline = timeline_of_pipeline(dense.simulated)
+    assert [each.name for each in timeline.rows] == ["rank 0", "rank 1"]
+    for row in timeline.rows:
+        assert {each.kind for each in row.bars} == {"forward", "backward", "optimizer"}
+        assert max(each.end_us for each in row.bars) == timeline.end_us
+    assert timeline.what == "a step, on the ranks of a pipeline"
 
 
 def check_sums(report: PipelineDryRunReport) -> None:

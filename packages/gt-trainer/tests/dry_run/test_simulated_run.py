@@ -18,6 +18,7 @@ from gt_trace import trace_step
 from gt_trace.fsdp import shard
 from gt_trainer.dry_run.simulated_run import SimulatedRun, group_labels, simulate_run
 from gt_trainer.dry_run.step_facts import StepFacts
+from gt_trainer.dry_run.step_timeline import timeline_of_run
 
 WORLD_SIZE = 8
 FACTS = StepFacts(
@@ -72,6 +73,18 @@ def test_a_step_is_its_graph_and_its_optimizer(traced):
     assert found.tokens_per_second_per_gpu == pytest.approx(1e6 * 64 / found.step_us)
     expected = found.tokens_per_second_per_gpu * FACTS.flops_per_token / 989.4e12
     assert found.mfu == pytest.approx(expected)
+
+
+def test_its_timeline_has_a_row_for_computation_and_each_kind_of_communication(traced):
+    found = run(traced)
+    timeline = timeline_of_run(found)
+    computation, *others = timeline.rows
+    assert computation.name == "computation"
+    assert {each.kind for each in computation.bars} == {"forward", "backward", "optimizer"}
+    assert {each.name for each in others} == {each.purpose for each in found.by_purpose}
+    assert max(each.end_us for each in computation.bars) == timeline.end_us
+    assert timeline.end_us == pytest.approx(found.step_us)
+    assert timeline.what == "a step, on any rank: all do alike"
 
 
 def test_microbatches_run_the_graph_again_and_keep_gradients(traced):

@@ -1,6 +1,7 @@
 """Outcomes and reports made by hand."""
 
 from gt_trainer.dry_run.memory_over_step import HeldAt, MemoryOverStep
+from gt_trainer.dry_run.step_timeline import Bar, StepTimeline, TimelineRow
 from gt_trainer.planning.cluster import load_cluster
 from gt_trainer.planning.plan_answer import PlanAnswer
 from gt_trainer.planning.planner import SearchedPlan
@@ -31,6 +32,7 @@ def outcome(dp_shard=8, *, ms=1000.0, gib=40, moved=None, **changed) -> RecipeOu
         "optimizer_us": ms * 50,
         "memory": {"optimizer state": gib * GIB},
         "memory_over_step": over_step(gib, ms=ms),
+        "timeline": timeline(ms=ms),
         "peak_bytes": gib * GIB,
         "capacity_bytes": 74 * GIB,
         "moved": moved or {"network 30% slower": ms * 1100},
@@ -71,6 +73,18 @@ def over_step(gib, *, ms) -> MemoryOverStep:
         for start, part in held
     )
     return MemoryOverStep(moments=moments, end_us=ms * 1000, what="the step")
+
+
+def timeline(*, ms) -> StepTimeline:
+    """One rank, whose backward waits."""
+    bars = [(0.0, 0.4, "forward"), (0.5, 0.9, "backward"), (0.9, 1.0, "optimizer")]
+    row = TimelineRow(
+        name="rank 0",
+        bars=tuple(
+            Bar(start_us=a * ms * 1e3, end_us=b * ms * 1e3, kind=kind) for a, b, kind in bars
+        ),
+    )
+    return StepTimeline(rows=(row,), end_us=ms * 1e3, what="a step, on the ranks of a pipeline")
 
 
 def report(*outcomes, num_left=0, machines=1, refusals=(), scaling=()) -> PlanAnswer:

@@ -78,8 +78,9 @@ def test_the_page_says_what_fits_what_is_fastest_and_what_limits_it():
     assert 'href="plan.trace.json"' in page
 
 
-def test_the_page_draws_memory_over_the_step_and_other_numbers_of_gpus():
+def test_the_page_draws_ranks_and_memory_over_the_step_and_other_numbers_of_gpus():
     page = _page()
+    assert 'aria-label="what ranks do over the step"' in page
     assert 'aria-label="memory over the step"' in page
     assert 'aria-label="tokens a second of each GPU by number of GPUs"' in page
 

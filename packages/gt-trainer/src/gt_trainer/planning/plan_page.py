@@ -10,6 +10,7 @@ from gt_trainer.planning.memory_chart import capacity_words, memory_axis, memory
 from gt_trainer.planning.plan_answer import PlanAnswer, binding, ranking_changes, why_slower
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
 from gt_trainer.planning.scaling_chart import scaling_chart
+from gt_trainer.planning.timeline_chart import TIMELINE_STYLE, timeline_chart
 from gt_trainer.plot import PLOT_STYLE, Dot, linear_axis, plot, polyline
 
 _MOST_ROWS = 10
@@ -51,7 +52,7 @@ def plan_page(report: PlanAnswer, *, beside: Sequence[tuple[str, str]] = ()) -> 
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
-        f"<title>{escape(title)}</title>\n<style>\n{_STYLE}\n{PLOT_STYLE}\n</style>\n</head>\n<body>\n"
+        f"<title>{escape(title)}</title>\n<style>\n{_STYLE}\n{PLOT_STYLE}\n{TIMELINE_STYLE}\n</style>\n</head>\n<body>\n"
         f"<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
     )
 
@@ -81,6 +82,7 @@ def _body(report: PlanAnswer, beside: Sequence[tuple[str, str]]) -> Iterator[str
     yield _front([each[0] for each in plan.outcomes], best)
     yield "<h2>Where the time goes</h2>"
     yield from _bars(ranked[:_MOST_ROWS])
+    yield f"<h2>What ranks do in the fastest</h2>{timeline_chart(best.timeline)}"
     yield "<h2>Memory of the fastest over its step</h2>"
     yield memory_chart(best.memory_over_step, capacity_bytes=best.capacity_bytes)
     yield "<h2>Recipes that fit</h2>"

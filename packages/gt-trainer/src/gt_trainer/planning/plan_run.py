@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import math
 import re
 import shlex
 from collections.abc import Callable, Collection, Mapping
@@ -43,6 +44,9 @@ class PlanQuestion:
     """Of one step; None for one sequence on each GPU."""
 
     minutes: float = 10.0
+    enough: float = math.inf
+    """As for ``search_plan``."""
+
     scaling_minutes: float | None = None
     """For other numbers of GPUs after that; None looks at none."""
 
@@ -109,6 +113,7 @@ def make_plan(
         [machine, *relaxed],
         asked=asked,
         seconds=60 * question.minutes,
+        enough=question.enough,
         tell=tell,
     )
     scaling: tuple[ScalingPoint, ...] = ()
@@ -139,7 +144,7 @@ def make_plan(
 def write_plan_page(
     report: PlanAnswer, config: GraphTrainer.Config, path: Path, *, asked: Collection[str] = ()
 ) -> list[Path]:
-    """Write the plan as a page; beside it data, and of the fastest a trace, ranks and scripts.
+    """Write the plan as a page; beside it data, and of the fastest a trace and scripts.
 
     Args:
         report: of ``make_plan``.
@@ -160,9 +165,6 @@ def write_plan_page(
         recipe = report.ranked[0].recipe
         trace = path.with_suffix(".trace.json")
         beside.append(("a trace of the fastest, for ui.perfetto.dev", trace))
-        timeline = path.with_suffix(".ranks.html") if recipe.pp > 1 else None
-        if timeline is not None:
-            beside.append(("the ranks of its pipeline", timeline))
         started = cluster_run(report, path.stem)
         scripts = {} if started is None else launch_scripts(started)
         for name, text in scripts.items():
@@ -178,7 +180,6 @@ def write_plan_page(
                 report.plan.machines[:1],
                 asked=asked,
                 trace_path=trace,
-                timeline_path=timeline,
             )
         ).result()
     path.write_text(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gt_trainer.dry_run.memory_over_step import MemoryOverStep
+from gt_trainer.dry_run.step_timeline import StepTimeline
 from gt_trainer.planning.run_recipe import RunRecipe
 
 _HOURS = 3600.0
@@ -35,6 +36,8 @@ class RecipeOutcome:
 
     memory_over_step: MemoryOverStep
     """Of the fullest rank."""
+
+    timeline: StepTimeline
 
     peak_bytes: int
     capacity_bytes: int

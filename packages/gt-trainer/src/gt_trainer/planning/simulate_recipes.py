@@ -17,6 +17,7 @@ from gt_trainer.dry_run.memory_over_step import memory_of_pipeline, memory_of_ru
 from gt_trainer.dry_run.pipeline_dry_run import simulate_captured
 from gt_trainer.dry_run.simulated_pipeline import SimulatedPipeline
 from gt_trainer.dry_run.simulated_run import SimulatedRun
+from gt_trainer.dry_run.step_timeline import timeline_of_pipeline, timeline_of_run
 from gt_trainer.planning.recipe_config import recipe_config
 from gt_trainer.planning.recipe_outcome import RecipeOutcome, Unsimulated
 from gt_trainer.planning.run_recipe import RunRecipe
@@ -34,7 +35,6 @@ def simulate_recipes(
     machines: Sequence[Hardware],
     *,
     asked: Collection[str] = (),
-    timeline_path: Path | None = None,
     trace_path: Path | None = None,
 ) -> list[Outcomes | Unsimulated]:
     """Simulate recipes that differ in nothing that a capture sees: see ``capture_key``.
@@ -44,7 +44,6 @@ def simulate_recipes(
         recipes: one or more.
         machines: to simulate each on.
         asked: as for ``recipe_config``.
-        timeline_path: where to draw the ranks of the first one's pipeline; None draws nothing.
         trace_path: where to write a Perfetto trace of the first one; None writes none.
 
     Raises:
@@ -62,7 +61,7 @@ def simulate_recipes(
                 configs[recipe] = with_quantized_model(_unverified(config))
         if configs:
             capture = _simulate_pipelines if recipes[0].pp > 1 else _simulate_steps
-            found |= capture(configs, machines, timeline_path, trace_path)
+            found |= capture(configs, machines, trace_path)
         return [found[recipe] for recipe in recipes]
 
 
@@ -87,7 +86,6 @@ def _unverified(config: GraphTrainer.Config) -> GraphTrainer.Config:
 def _simulate_steps(
     configs: Mapping[RunRecipe, GraphTrainer.Config],
     machines: Sequence[Hardware],
-    timeline_path: Path | None,
     trace_path: Path | None,
 ) -> dict[RunRecipe, Outcomes | Unsimulated]:
     found: dict[RunRecipe, Outcomes | Unsimulated] = {}
@@ -104,7 +102,6 @@ def _simulate_steps(
 def _simulate_pipelines(
     configs: Mapping[RunRecipe, GraphTrainer.Config],
     machines: Sequence[Hardware],
-    timeline_path: Path | None,
     trace_path: Path | None,
 ) -> dict[RunRecipe, Outcomes | Unsimulated]:
     recipe, config = next(iter(configs.items()))
@@ -112,8 +109,7 @@ def _simulate_pipelines(
     with fake_ranks(recipe.num_gpus), flex_attention_on_cpu():
         built = meta_model(config, recipe.num_gpus)
         pipeline = capture_divided(config, built, planned_pipeline(config))
-        for number, (each, its_config) in enumerate(configs.items()):
-            drawn = number == 0
+        for each, its_config in configs.items():
             found[each] = tuple(
                 _of_pipeline(
                     each,
@@ -121,8 +117,7 @@ def _simulate_pipelines(
                         its_config,
                         _by_schedule(pipeline, its_config),
                         hardware=machine,
-                        trace_path=trace_path if drawn and index == 0 else None,
-                        timeline_path=timeline_path if drawn and index == 0 else None,
+                        trace_path=trace_path if each == recipe and index == 0 else None,
                     ),
                 )
                 for index, machine in enumerate(machines)
@@ -148,6 +143,7 @@ def outcome_of_step(recipe: RunRecipe, run: SimulatedRun) -> RecipeOutcome:
         optimizer_us=run.optimizer_us,
         memory=run.memory_by_kind,
         memory_over_step=memory_of_run(run),
+        timeline=timeline_of_run(run),
         peak_bytes=run.peak_bytes,
         capacity_bytes=run.graph.hardware.hbm_capacity_bytes,
         moved=_moved(run.sensitivity),
@@ -169,6 +165,7 @@ def _of_pipeline(recipe: RunRecipe, run: SimulatedPipeline) -> RecipeOutcome:
         optimizer_us=run.optimizer_us,
         memory={part: size for part, size in fullest.bytes_by_part.items() if size},
         memory_over_step=memory_of_pipeline(run),
+        timeline=timeline_of_pipeline(run),
         peak_bytes=run.peak_bytes,
         capacity_bytes=run.hardware.hbm_capacity_bytes,
         moved=_moved(run.sensitivity),
