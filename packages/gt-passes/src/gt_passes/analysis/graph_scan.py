@@ -50,10 +50,10 @@ class NodeCall:
     def is_of(self, node: Node) -> bool:
         """Whether a node still stands for this."""
         return (
-            node.args is self.args
+            node._args is self.args  # what ``args`` is: a property is slow, and all nodes are asked
             and node.meta.get("val") is self.value
             and node.target is self.target
-            and node.kwargs is self.kwargs
+            and node._kwargs is self.kwargs
         )
 
 
@@ -135,16 +135,14 @@ class GraphScan:
     def still_holds(self) -> bool:
         """Whether nothing in the graph changed since, the order and its constants included."""
         nodes = self.graph_module.graph.nodes
-        return (
-            len(nodes) == len(self.calls)
-            and all(
-                node is old and call.is_of(node)
-                for node, (old, call) in zip(nodes, self.calls.items(), strict=True)
-            )
-            and all(
-                freeze_attribute(self.graph_module, node) == frozen
-                for node, frozen in self.attributes.items()
-            )
+        if len(nodes) != len(self.calls):
+            return False
+        for node, old, call in zip(nodes, self.calls, self.calls.values(), strict=True):
+            if node is not old or not call.is_of(node):
+                return False
+        return all(
+            freeze_attribute(self.graph_module, node) == frozen
+            for node, frozen in self.attributes.items()
         )
 
     def changed_nodes(self, before: GraphScan) -> Sequence[Node]:
@@ -193,10 +191,10 @@ class GraphScanner:
             call = known_call(node)
             if (  # as NodeCall.is_of, which is slower to call than to do
                 call is None
-                or node.args is not call.args
+                or node._args is not call.args
                 or node.meta.get("val") is not call.value
                 or node.target is not call.target
-                or node.kwargs is not call.kwargs
+                or node._kwargs is not call.kwargs
             ):
                 call = NodeCall(node.target, node.args, node.kwargs, node.meta.get("val"))
                 fresh.append(node)
@@ -209,7 +207,7 @@ class GraphScanner:
                 for node, kind in before.kinds.items()
                 if calls.get(node) is before.calls[node]
             }
-        kinds = dict(sorted(kinds.items(), key=lambda item: position[item[0]]))
+            kinds = {node: kinds[node] for node in sorted(kinds, key=position.__getitem__)}
         return GraphScan(
             graph_module=graph_module,
             position=position,

@@ -174,6 +174,7 @@ class _Argument:
         return train is False
 
 
+@functools.cache
 def gives_a_view(target: OpOverload) -> bool:
     """Whether the one result of an operator lies in the memory of its argument, as it is there."""
     sources, _ = _behavior_of(target)

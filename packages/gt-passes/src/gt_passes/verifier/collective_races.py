@@ -27,8 +27,10 @@ def find_race_problems(order: MemoryOrder) -> Iterator[GraphProblem]:
     """Yield a problem for each access that races with a collective in flight."""
     if not order.memory_of:
         return
-    position = order.scan.position
+    position, calls = order.scan.position, order.scan.calls
     for launch in (*order.scan.launches, *order.scan.declared_launches):
+        if order.memory_of.keys().isdisjoint(calls[launch].split()[1]):
+            continue  # as of most
         end = _end_of_flight(launch, order.scan)
         written = {id(order.memory_of[argument]) for argument in written_nodes(launch)}
         for argument in launch.all_input_nodes:

@@ -31,6 +31,8 @@ def find_wait_problems(
         if not results:
             yield _never_waited(launch)
         for result in results:
+            if len(result.users) == 1 and is_wait(next(iter(result.users))):
+                continue  # as of most
             users = [user for user in result.users if not reads_only_metadata(user)]
             readers = [user for user in users if not is_wait(user) and user not in results]
             if len(readers) == len(users):
@@ -58,8 +60,11 @@ def find_wait_problems(
 
 def find_repeated_waits(scan: GraphScan) -> Iterator[Node]:
     """Every wait for a result that has another one, or that was already waited for."""
+    launches = frozenset(scan.launches)
     for wait in scan.waits:
-        for argument in wait.all_input_nodes:
+        for argument in scan.calls[wait].split()[1]:
+            if argument in launches and len(argument.users) == 1:
+                continue  # as of most
             if len(argument.users) > 1 and sum(map(is_wait, argument.users)) > 1:
                 yield wait
                 break

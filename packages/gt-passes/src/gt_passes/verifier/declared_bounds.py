@@ -129,7 +129,7 @@ def traffic_of(
     traffic = {}
     for launch in scan.launches:
         same = known.get(launch)
-        if same and launch not in changed and changed.isdisjoint(scan.calls[launch].inputs):
+        if same and launch not in changed and changed.isdisjoint(scan.calls[launch].split()[1]):
             traffic[launch] = same
             continue
         name = group_name_of(launch) or "no group"

@@ -97,7 +97,8 @@ class Repropagator:
         calls, number_of = scan.calls, self._number_of
         was_clean, self._is_clean = self._is_clean, False
         if only is None:
-            known = number_of.copy() if was_clean and calls == self._calls else {}
+            is_as_it_was = calls is self._calls or calls == self._calls
+            known = number_of.copy() if was_clean and is_as_it_was else {}
             number_of.clear()
             self._look_at(calls, recorded)  # and see what was written into a recorded value
             if number_of.items() <= known.items() and None not in number_of.values():
@@ -180,7 +181,11 @@ class Repropagator:
 
     def _look_at(self, nodes: Collection[Node], recorded: _RecordedValues) -> None:
         """Note the numbers of what is recorded for some nodes."""
-        values = list(map(recorded.value_of, nodes))
+        calls = recorded.scan.calls
+        values = [
+            recorded.value_of(node) if node.op == "get_attr" else calls[node].value
+            for node in nodes
+        ]
         with fast_tensor_attributes():
             facts = list(map(tensor_facts, values))
         known = self._numbers_of_facts

@@ -84,7 +84,9 @@ class VerificationSession:
 
     def verify_completely(self) -> tuple[GraphProblem, ...]:
         """Everything that can be said of the graph as it is now, whatever was verified before."""
-        scan = self._verifier.scan(self._graph_module, before=self._scan)
+        scan = self._scan
+        if not scan.still_holds():
+            scan = self._verifier.scan(self._graph_module, before=scan)
         return self._verify_completely(scan)
 
     def _verify_completely(self, scan: GraphScan) -> tuple[GraphProblem, ...]:

@@ -181,12 +181,34 @@ def _is_well_formed(before: GraphScan, after: GraphScan, changed: Sequence[Node]
             return False
         if node.op == "output" and position[node] != len(position) - 1:
             return False
+    if not _are_after_operands(changed, after):
+        return False
     if not after.is_reordered(before):
-        return _are_after_operands(changed, after)
+        return True
     placeholders = after.graph_module.graph.find_nodes(op="placeholder")
     return all(
         position[node] < before.num_placeholders for node in placeholders
-    ) and _are_after_operands(position, after)
+    ) and _are_moved_after_operands(before, after)
+
+
+def _are_moved_after_operands(before: GraphScan, after: GraphScan) -> bool:
+    """Whether the nodes that both graphs have still stand behind all that they read.
+
+    A node that passed its operand has moved up past something, and the operand down past something:
+    whichever are fewer are looked at.
+    """
+    position = after.position
+    nodes = [node for node in position if node in before.position]
+    places = list(map(before.position.__getitem__, nodes))
+    highest_above = itertools.accumulate(places, max)
+    lowest_below = reversed(list(itertools.accumulate(reversed(places), min)))
+    down = [
+        node for node, at, other in zip(nodes, places, highest_above, strict=True) if at < other
+    ]
+    up = [node for node, at, other in zip(nodes, places, lowest_below, strict=True) if at > other]
+    if len(up) < len(down):
+        return _are_after_operands(up, after)
+    return all(position.get(user, -1) > position[node] for node in down for user in node.users)
 
 
 def _are_after_operands(nodes: Iterable[Node], scan: GraphScan) -> bool:

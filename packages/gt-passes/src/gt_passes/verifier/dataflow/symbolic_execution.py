@@ -134,19 +134,26 @@ class SymbolicExecution:
                         heapq.heappush(pending, position[user])
         for launch in self._scan.launches:
             result = self._in_written_memory.get(launch) or self._values[launch]
-            self.exchanges[launch] = self.table.exchanges_of(result)
+            known = None
+            if before is not None and result is before._values.get(launch):
+                known = before.exchanges.get(launch)
+            self.exchanges[launch] = known or self.table.exchanges_of(result)
 
     def _to_visit(self, before: SymbolicExecution) -> list[Node]:
         """Take over what surely is as before; returns the other nodes, but for users of those."""
-        class_of, values = self._memory.class_of, self._values
+        class_of, values, calls = self._memory.class_of, self._values, self._scan.calls
         nodes = list(self._scan.changed_nodes(before._scan))
-        known = before._values.get
-        for node in self._scan.calls:
-            value = known(node)
-            if _has_known_sizes(value) and node not in class_of:
-                values[node] = value
-            else:
-                nodes.append(node)
+        values.update(before._values)
+        forgotten = [
+            node
+            for node, value in values.items()
+            if (type(value) is not TensorValue and not _has_known_sizes(value))
+            or node not in calls
+            or node in class_of
+        ]
+        for node in forgotten:
+            del values[node]
+        nodes += calls.keys() - values.keys()
         nodes += self._unusual
         nodes += (user for member in class_of for user in member.users)
         nodes += (node for node in self._scan.attributes)

@@ -204,16 +204,17 @@ class ValueTable:
 
     def tensor(self, shape: tuple[int, ...], contents: Contents) -> TensorValue:
         """The tensor of that shape with those contents."""
-        definition = ("tensor", shape, contents)
-        value = self._tensors.get(definition)
+        key = (shape, contents)
+        value = self._tensors.get(key)
         if value is None:
             atom = self._whole_atom(contents)
             parts = None if atom is None else self.parts_of_joined(atom)
             if parts is not None:
                 value = self.tensor(shape, parts)
             else:
-                value = TensorValue(self.number(definition), shape, contents)
-            self._tensors[definition] = value
+                value = TensorValue(len(self.definitions), shape, contents)
+                self.definitions.append(("tensor", *key))
+            self._tensors[key] = value
         return value
 
     def made_of(self, form: CallForm, source: Value) -> TensorValue | None:
