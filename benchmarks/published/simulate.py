@@ -24,6 +24,7 @@ from gt_trainer.models.held_out_runs import HELD_OUT_RUNS  # noqa: E402
 from gt_trainer.models.published_runs import PUBLISHED_RUNS  # noqa: E402
 from gt_trainer.preflight.preflight import check_configuration  # noqa: E402
 from gt_trainer.preflight.settled_defaults import settle_defaults  # noqa: E402
+from published.reserved_memory import reserved_bytes  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,9 @@ class SimulatedRow:
 
     tokens_per_second_per_gpu: float
     peak_gib: float
-    """Estimated, of the fullest rank."""
+    """Estimated, of the fullest rank: what is live."""
+    reserved_gib: float
+    """Likewise: what PyTorch's allocator would hold (``reserved_memory``)."""
     fits: bool
     exposed_share: float
     """Of the step, what computation waits for communication."""
@@ -62,6 +65,7 @@ def main(name: str) -> None:
     row = SimulatedRow(
         tokens_per_second_per_gpu=simulated.tokens_per_second_per_gpu,
         peak_gib=simulated.peak_bytes / 2**30,
+        reserved_gib=reserved_bytes(simulated) / 2**30,
         fits=simulated.fits,
         exposed_share=exposed_us / simulated.step_us,
         cpu_seconds=time.process_time(),
