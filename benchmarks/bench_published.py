@@ -53,11 +53,12 @@ def main(arguments: list[str] | None = None) -> int:
         errors.append(found["tokens_per_second_per_gpu"] / run.tokens_per_second_per_gpu - 1)
         memory = "not published"
         if run.memory_gib is not None:
-            memory_errors.append(found["peak_gib"] / run.memory_gib - 1)
+            memory_errors.append(found["reserved_gib"] / run.memory_gib - 1)
             memory = f"{memory_errors[-1]:+.0%}"
         seconds += found["cpu_seconds"]
         report.notes.append(
-            f"{run.name}: {errors[-1]:+.0%} throughput, memory {memory}; "
+            f"{run.name}: {errors[-1]:+.0%} throughput, memory {memory} "
+            f"({found['peak_gib']:.1f} GiB live); "
             f"{found['exposed_share']:.0%} of the step exposed; {found['cpu_seconds']:.0f} CPU s, "
             f"{found['process_gib']:.1f} GiB{'' if found['fits'] else '; DOES NOT FIT'}"
         )
@@ -86,9 +87,9 @@ def _rows(run: PublishedRun, found: dict[str, float]) -> list[Row]:
         rows.append(
             Row(
                 workload=run.name,
-                metric="peak_memory",
+                metric="reserved_memory",
                 unit="GiB",
-                ours=Sample.of([found["peak_gib"]]),
+                ours=Sample.of([found["reserved_gib"]]),
                 peer=Sample.of([run.memory_gib]),
                 peer_name="published",
                 simulated=True,

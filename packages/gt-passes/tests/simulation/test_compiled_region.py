@@ -75,6 +75,49 @@ def test_a_view_that_leaves_the_kernel_is_written_as_what_it_views():
     assert kernels(fn, W, W.clone()) == [8 * 2**20, aten.mm.default]
 
 
+def test_a_view_of_what_no_kernel_made_moves_nothing():
+    def fn(x, w):
+        return (x + 1) @ w.t()
+
+    assert kernels(fn, W, W.clone()) == [8 * 2**20, aten.mm.default]
+
+
+def test_what_reads_a_number_reduced_over_rows_is_a_kernel_of_its_own():
+    def scaled(x):
+        y = x + 1
+        return y / y.abs().amax()
+
+    # x read, the maximum written; x read again, and x + 1 computed anew.
+    assert kernels(scaled, W) == [4 * 2**20 + 4, 8 * 2**20 + 4]
+
+
+def test_what_is_written_anyway_is_read_and_not_computed_anew():
+    def scaled(x):
+        y = x + W
+        return y, y / y.abs().amax()
+
+    assert kernels(scaled, W.clone()) == [12 * 2**20 + 4, 8 * 2**20 + 4]
+
+
+def test_a_sum_over_rows_ends_a_kernel_and_one_along_them_does_not():
+    assert kernels(lambda x: x - x.sum(1, keepdim=True), W) == [8 * 2**20]
+    assert kernels(lambda x: x - x.sum(0, keepdim=True), W) == [4 * 2**20 + 4096, 8 * 2**20 + 4096]
+    assert kernels(lambda x: x - x.amax(), X) == [4 * 2**20 + 4, 8 * 2**20 + 4]
+
+
+def test_complex_numbers_are_not_fused():
+    def rotated(x, turn):
+        return torch.view_as_real(torch.view_as_complex(x * 2) * turn) + 1
+
+    turn = torch.ones(2**19, dtype=torch.complex64)
+    assert kernels(rotated, X.view(-1, 2), turn) == [
+        8 * 2**20,
+        aten.mul.Tensor,
+        aten.view_as_real.default,
+        8 * 2**20,
+    ]
+
+
 def test_an_operator_of_which_only_bytes_are_known_is_not_fused():
     with torch.library._scoped_library("gt_simulation_test", "DEF") as library:
         library.define("mystery(Tensor x) -> Tensor")
