@@ -56,7 +56,7 @@ class SmallProblem:
         layout = self.layouts.of(recipe)
         bound = step_bound(recipe, self.model, layout, self.hardware)
         held = guessed_bytes(recipe, self.model, layout, bound)
-        guess = guessed_us(recipe, self.model, bound, self.hardware)
+        guess = guessed_us(recipe, self.model, layout, bound, self.hardware)
         fits = bound.peak_bytes <= self.hardware.hbm_capacity_bytes
         return Bounded(
             item=recipe,
@@ -111,6 +111,7 @@ def small_model(draw: random.Random) -> ModelCounts:
         embedding_parameters=32_000 * dim,
         output_parameters=32_000 * dim,
         output_products=32_000 * dim,
+        loss_chunks=8,
         dim=dim,
         seq_len=draw.choice([1024, 4096]),
         products_dtype=draw.choice(["bfloat16", "float32"]),

@@ -20,6 +20,7 @@ def test_every_parameter_is_counted_once():
                 model = config.model_spec.model.build()
             assert counted.num_parameters == sum(p.numel() for p in model.parameters())
             assert counted.output_products == model.lm_head.weight.numel()
+            assert counted.loss_chunks == config.loss.num_chunks
 
 
 def test_layers_have_what_their_configuration_says():

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from planning.small_problems import small_problem
 
 from gt_passes.simulation import Hardware, h100_sxm
-from gt_trainer.planning.guesses import _bubble_us, guessed_us
+from gt_trainer.planning.guesses import _bubble_us, _weights_us, guessed_us
 from gt_trainer.planning.pipeline_layouts import PipelineLayouts
 from gt_trainer.planning.run_recipe import RunRecipe
 from gt_trainer.planning.step_bounds import step_bound
 
 _SMALL = small_problem(0, num_recipes=1).model
-_MODEL = replace(_SMALL, num_experts=None, seq_len=128, products_dtype="bfloat16")
+_DENSE = replace(_SMALL.layers[0], expert_parameters=0)
+_MODEL = replace(
+    _SMALL,
+    layers=(_DENSE,) * len(_SMALL.layers),
+    num_experts=None,
+    seq_len=128,
+    products_dtype="bfloat16",
+)
 
 
 _MACHINE = h100_sxm()
@@ -21,8 +29,9 @@ _AT_ONCE = replace(_MACHINE, nccl_ring_network_ll128_us=0.0, nccl_ring_nvlink_ll
 
 
 def _guess(recipe: RunRecipe, machine: Hardware = _MACHINE) -> float:
-    bound = step_bound(recipe, _MODEL, PipelineLayouts(_MODEL).of(recipe), machine)
-    return guessed_us(recipe, _MODEL, bound, machine)
+    layout = PipelineLayouts(_MODEL).of(recipe)
+    bound = step_bound(recipe, _MODEL, layout, machine)
+    return guessed_us(recipe, _MODEL, layout, bound, machine)
 
 
 def test_a_ring_of_thousands_costs_its_latencies_in_every_layer():
@@ -35,6 +44,23 @@ def test_a_ring_of_thousands_costs_its_latencies_in_every_layer():
     assert _guess(recipe, _MACHINE) > 2 * _guess(recipe, _AT_ONCE)
     small = replace(recipe, dp_shard=8, global_batch=8)
     assert _guess(small, _MACHINE) < 1.1 * _guess(small, _AT_ONCE)
+
+
+def test_chunks_of_the_loss_and_sums_of_gradients_take_their_time_for_every_microbatch():
+    def weights_us(num_microbatches: int, **changed: int | bool) -> float:
+        recipe = RunRecipe(
+            microbatch=1, global_batch=num_microbatches, memory_policy="save_all", **changed
+        )
+        return _weights_us(recipe, _MODEL, PipelineLayouts(_MODEL).of(recipe), _MACHINE)
+
+    logits = 15 * _MODEL.loss_chunks * _MODEL.output_products
+    rate = _MACHINE.hbm_bytes_per_s * _MACHINE.hbm_streaming_efficiency
+    assert weights_us(1) == pytest.approx(1e6 * logits / rate)
+    assert weights_us(4) == pytest.approx(4 * weights_us(1))
+    assert weights_us(1, tp=2) == pytest.approx(weights_us(1) / 2)
+    summed = 8 * _MODEL.num_parameters
+    more = weights_us(2, reduces_once=True) - weights_us(2)
+    assert more == pytest.approx(2 * 1e6 * summed / rate)
 
 
 def test_few_microbatches_leave_every_schedule_of_a_pipeline_waiting():

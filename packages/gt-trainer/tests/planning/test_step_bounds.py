@@ -23,6 +23,7 @@ _MODEL = ModelCounts(
     embedding_parameters=3_000_000,
     output_parameters=3_000_000,
     output_products=3_000_000,
+    loss_chunks=1,
     dim=1000,
     seq_len=1000,
     products_dtype="bfloat16",

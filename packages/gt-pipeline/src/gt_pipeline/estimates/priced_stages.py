@@ -115,7 +115,11 @@ class PricedStages:
             if action.kind == "RESHARD":
                 return 0.0
             if action.is_point_to_point:
-                return self._transfer_us(transferred_by(action), model)
+                product = transferred_by(action)
+                way = (product.stage, product.direction)
+                if way not in known:
+                    known[way] = self._transfer_us(product, model)
+                return known[way]
             key, _ = self._graph(action)
             if key not in known:
                 known[key] = self._program(action).run(model).timeline.makespan_us

@@ -17,6 +17,8 @@ succeeded.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Sequence
 
 from gt_pipeline.schedules import Action
@@ -31,26 +33,43 @@ def sends_done_after(lowered: LoweredSchedule, rank: int) -> dict[int, list[Acti
 
     Those that are missing are waited for at the end.
     """
-    schedule = lowered.schedule
-    used_at = [_positions_of_use(actions, schedule.num_stages) for actions in lowered.actions]
+    actions, stage_to_rank = lowered.actions[rank], lowered.schedule.stage_to_rank
+    peers: dict[int, _Peer] = {}
     done: dict[int, list[Action]] = {}
-    for position, action in enumerate(lowered.actions[rank]):
+    for position, action in enumerate(actions):
         if not action.is_send:
             continue
         product = transferred_by(action)
-        peer = schedule.stage_to_rank[product.consumer_stage]
-        used_by_peer = used_at[peer][product]
-        proofs = [
-            used_at[rank][answer]
-            for answer, sent_at in _sends_to(lowered, peer, rank)
-            if sent_at > used_by_peer
-        ]
-        later = [sent_at for _, sent_at in _sends_to(lowered, rank, peer) if sent_at > position]
-        if proofs:
-            done.setdefault(max(min(proofs), position), []).append(action)
-        elif len(later) >= _MESSAGES_AHEAD:
-            done.setdefault(later[_MESSAGES_AHEAD - 1], []).append(action)
+        number = stage_to_rank[product.consumer_stage]
+        if number not in peers:
+            peers[number] = _Peer(lowered, rank, number)
+        at = peers[number].done_after(product, position)
+        if at is not None:
+            done.setdefault(at, []).append(action)
     return done
+
+
+class _Peer:
+    """What a rank and one that it sends to tell each other, by positions in their lists."""
+
+    def __init__(self, lowered: LoweredSchedule, rank: int, peer: int) -> None:
+        num_stages = lowered.schedule.num_stages
+        used_here = _positions_of_use(lowered.actions[rank], num_stages)
+        answers = _sends_to(lowered, peer, rank)
+        self._used_at = _positions_of_use(lowered.actions[peer], num_stages)
+        self._sent_at = [position for _, position in _sends_to(lowered, rank, peer)]
+        self._answered_at = [position for _, position in answers]
+        backwards = itertools.accumulate((used_here[each] for each, _ in reversed(answers)), min)
+        self._first_use_from = [*backwards][::-1]
+        """Of an answer or one that was sent behind it."""
+
+    def done_after(self, product: Product, position: int) -> int | None:
+        """Behind which position a send is waited for; None for the end."""
+        proof = bisect.bisect_right(self._answered_at, self._used_at[product])
+        if proof < len(self._answered_at):
+            return max(self._first_use_from[proof], position)
+        later = bisect.bisect_right(self._sent_at, position) + _MESSAGES_AHEAD - 1
+        return self._sent_at[later] if later < len(self._sent_at) else None
 
 
 def _positions_of_use(actions: Sequence[Action], num_stages: int) -> dict[Product, int]:

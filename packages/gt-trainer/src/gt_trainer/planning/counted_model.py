@@ -13,6 +13,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools import utils as titan_utils
 
+from gt_trainer.decoder.chunked_loss import GraphChunkedLoss
 from gt_trainer.decoder.expert_layers import expert_layers
 from gt_trainer.planning.candidates import NoRecipeError
 from gt_trainer.planning.model_counts import LayerCounts, ModelCounts
@@ -60,6 +61,9 @@ def counted_model(config: GraphTrainer.Config) -> ModelCounts:
         embedding_parameters=embedding.numel(),
         output_parameters=rest,
         output_products=model.lm_head.weight.numel(),
+        loss_chunks=config.loss.num_chunks
+        if isinstance(config.loss, GraphChunkedLoss.Config)
+        else 1,
         dim=embedding.shape[1],
         seq_len=config.training.seq_len,
         products_dtype=config.training.mixed_precision_param,

@@ -32,6 +32,13 @@ _ALTERNATE_DROPS = 0.43
 _LAST_PRODUCT_BYTES = 10
 """For each weight of the projection to logits, while its gradient is made: both, and their sums."""
 
+_CHUNK_BYTES = 15
+"""For each weight of that projection and each chunk of the loss: of it and its gradient, read and
+written. As the next one, of the captured stages of Llama 3 405B, 512 tokens on a rank."""
+
+_SUMMED_BYTES = 8
+"""For each weight of a stage and each microbatch, whose gradients are added to whole sums."""
+
 _EXPOSED_EXCHANGES = {False: 1.0, True: 0.4}
 """Of token exchanges, without EP overlap and with it."""
 
@@ -43,7 +50,11 @@ _MARGIN = 1.05
 
 
 def guessed_us(
-    recipe: RunRecipe, model: ModelCounts, bound: StepBound, hardware: Hardware
+    recipe: RunRecipe,
+    model: ModelCounts,
+    layout: PipelineLayout,
+    bound: StepBound,
+    hardware: Hardware,
 ) -> float:
     """What a step is thought to take; more if it is not thought to fit."""
     layers = len(model.layers) / recipe.pp
@@ -58,6 +69,7 @@ def guessed_us(
         * ring_us(activations * recipe.cp / recipe.tp / 4, recipe.cp, recipe.tp, hardware)
     )
     computing = bound.compute_us * _BESIDE_PRODUCTS + _bubble_us(recipe, bound)
+    computing += _weights_us(recipe, model, layout, hardware)
     if recipe.pp > 1 or recipe.ep > 1 or recipe.reduces_once:  # nobody records those steps
         launches = _KERNELS * layers * recipe.num_microbatches
         computing = max(computing, launches * hardware.host_kernel_us)
@@ -73,6 +85,23 @@ def guessed_us(
     )
     total = computing + tensor_us + context_us + exchanges + replicas_us
     return total + max(0.0, hidden - computing) + bound.optimizer_us
+
+
+def _weights_us(
+    recipe: RunRecipe, model: ModelCounts, layout: PipelineLayout, hardware: Hardware
+) -> float:
+    """What weights and sums of their gradients take of memory's time, however few the tokens are.
+
+    Of a pipeline all wait for the rank that has the projection to logits.
+    """
+    num_bytes = _CHUNK_BYTES * model.loss_chunks * model.output_products / recipe.tp
+    if recipe.pp > 1 or recipe.reduces_once:
+        stages = layout.of_rank(len(layout.by_rank) // 2)
+        dense = sum(stage.dense_parameters for stage in stages) / recipe.tp
+        experts = sum(stage.layers.expert_parameters for stage in stages) / recipe.ep
+        num_bytes += _SUMMED_BYTES * (dense + experts)
+    rate = hardware.hbm_bytes_per_s * hardware.hbm_streaming_efficiency
+    return 1e6 * recipe.num_microbatches * num_bytes / rate
 
 
 def _bubble_us(recipe: RunRecipe, bound: StepBound) -> float:

@@ -48,6 +48,9 @@ class ModelCounts:
     output_products: int
     """Of the projection to logits."""
 
+    loss_chunks: int
+    """Parts of a sequence, of each of which the loss is taken alone."""
+
     dim: int
     seq_len: int
     products_dtype: str

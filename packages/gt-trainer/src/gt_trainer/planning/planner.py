@@ -152,7 +152,7 @@ def bounded_candidates(
         bounds = [step_bound(recipe, model, layout, machine) for machine in machines]
         held = guessed_bytes(recipe, model, layout, bounds[0])
         orders = [
-            order(guessed_us(recipe, model, bound, machine), held, machine)
+            order(guessed_us(recipe, model, layout, bound, machine), held, machine)
             for bound, machine in zip(bounds, machines, strict=True)
         ]
         costs = tuple(
