@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 from torch.fx import Node
 
+from gt_passes.analysis.call_form import CallForm
 from gt_passes.analysis.collectives import launch_bytes
 from gt_passes.analysis.graph_scan import GraphScan
 from gt_passes.analysis.process_groups import group_identity, group_name_of
@@ -126,22 +127,23 @@ def traffic_of(
     """
     changed = frozenset(changed)
     ranks_of: dict[str, str] = {}
+    lanes: dict[CallForm, tuple[str, str]] = {}  # kind and ranks, which constants alone decide
     traffic = {}
     for launch in scan.launches:
         same = known.get(launch)
         if same and launch not in changed and changed.isdisjoint(scan.calls[launch].split()[1]):
             traffic[launch] = same
             continue
-        name = group_name_of(launch) or "no group"
-        name = same_groups.get(name, name)
-        if name not in ranks_of:
-            ranks = group_identity(name).ranks
-            ranks_of[name] = f"group {name!r}" if ranks is None else f"ranks {list(ranks)}"
-        traffic[launch] = Traffic(
-            kind=_kind(str(launch.target)),
-            ranks=ranks_of[name],
-            num_bytes=launch_bytes(launch),
-        )
+        form, _ = scan.calls[launch].split()
+        if form not in lanes:
+            name = group_name_of(launch) or "no group"
+            name = same_groups.get(name, name)
+            if name not in ranks_of:
+                ranks = group_identity(name).ranks
+                ranks_of[name] = f"group {name!r}" if ranks is None else f"ranks {list(ranks)}"
+            lanes[form] = _kind(str(launch.target)), ranks_of[name]
+        kind, ranks_text = lanes[form]
+        traffic[launch] = Traffic(kind=kind, ranks=ranks_text, num_bytes=launch_bytes(launch))
     return traffic
 
 

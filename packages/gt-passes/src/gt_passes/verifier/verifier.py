@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from gt_passes._torch_internals import fake_mode_of, value_of
+from gt_passes._torch_internals import fake_mode_of, fast_tensor_attributes, value_of
 from gt_passes.analysis.graph_scan import GraphScan, GraphScanner
 from gt_passes.analysis.node_calls import attribute_of
 from gt_passes.analysis.symbol_bindings import symbols_bound_by
@@ -61,16 +61,17 @@ class GraphInterface:
     def of(cls, graph_module: GraphModule) -> GraphInterface:
         """The interface of a graph as it is now."""
         find_nodes = graph_module.graph.find_nodes
-        placeholders = tuple(
-            (str(node.target), signature(value_of(node))) for node in find_nodes(op="placeholder")
-        )
         results: list[Node] = []
         for node in find_nodes(op="output"):
             map_arg(node.args, results.append)  # every occurrence, unlike all_input_nodes
-        return cls(
-            placeholders=placeholders,
-            outputs=tuple(signature(value_of(result)) for result in results),
-        )
+        with fast_tensor_attributes():
+            return cls(
+                placeholders=tuple(
+                    (str(node.target), signature(value_of(node)))
+                    for node in find_nodes(op="placeholder")
+                ),
+                outputs=tuple(signature(value_of(result)) for result in results),
+            )
 
     def find_differences(self, now: GraphInterface) -> Iterator[GraphProblem]:
         """Yield a problem for each way in which ``now`` is not this interface."""
@@ -181,34 +182,13 @@ def _is_well_formed(before: GraphScan, after: GraphScan, changed: Sequence[Node]
             return False
         if node.op == "output" and position[node] != len(position) - 1:
             return False
-    if not _are_after_operands(changed, after):
-        return False
     if not after.is_reordered(before):
-        return True
+        return _are_after_operands(changed, after)
     placeholders = after.graph_module.graph.find_nodes(op="placeholder")
-    return all(
-        position[node] < before.num_placeholders for node in placeholders
-    ) and _are_moved_after_operands(before, after)
-
-
-def _are_moved_after_operands(before: GraphScan, after: GraphScan) -> bool:
-    """Whether the nodes that both graphs have still stand behind all that they read.
-
-    A node that passed its operand has moved up past something, and the operand down past something:
-    whichever are fewer are looked at.
-    """
-    position = after.position
-    nodes = [node for node in position if node in before.position]
-    places = list(map(before.position.__getitem__, nodes))
-    highest_above = itertools.accumulate(places, max)
-    lowest_below = reversed(list(itertools.accumulate(reversed(places), min)))
-    down = [
-        node for node, at, other in zip(nodes, places, highest_above, strict=True) if at < other
-    ]
-    up = [node for node, at, other in zip(nodes, places, lowest_below, strict=True) if at > other]
-    if len(up) < len(down):
-        return _are_after_operands(up, after)
-    return all(position.get(user, -1) > position[node] for node in down for user in node.users)
+    num_placeholders = before.num_placeholders
+    return all(position[node] < num_placeholders for node in placeholders) and _are_after_operands(
+        position, after
+    )
 
 
 def _are_after_operands(nodes: Iterable[Node], scan: GraphScan) -> bool:
