@@ -50,7 +50,7 @@ def test_a_recipe_starts_on_as_many_processes(tmp_path: Path) -> None:
         global_batch=8,
         memory_policy="full_recompute",
     )
-    losses = train(tmp_path, list(recipe.flags()), nproc=4)
+    losses = train(tmp_path, [*recipe.flags(), "--seq-len", "256"], nproc=4)
     assert len(losses) == 2
     assert losses[1] < losses[0]
 
