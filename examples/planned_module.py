@@ -21,7 +21,7 @@ from gt_trainer.planning.module_plan import mode_of, passes_of, plan_module
 CONFIG = LlamaConfig(
     hidden_size=2048,
     intermediate_size=8192,
-    num_hidden_layers=4,
+    num_hidden_layers=2,
     num_attention_heads=32,
     num_key_value_heads=8,
     vocab_size=32_000,

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import runpy
+import sys
 from pathlib import Path
+from unittest.mock import patch
+
+import torch.distributed as dist
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def printed_by(name: str, *options: str) -> str:
+    """What a program prints that runs as its own main module, in the process group of the workers."""
+    printed = io.StringIO()
+    with (
+        patch.object(sys, "argv", [name, *options]),
+        patch.object(dist, "init_process_group"),
+        patch.object(dist, "destroy_process_group"),
+        contextlib.redirect_stdout(printed),
+    ):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return printed.getvalue()
 
 
 def losses_of_placed_example() -> tuple[list[float], list[float]]:

@@ -1,8 +1,8 @@
 """The programs in examples/ run as their first lines say, and need the packages that they name.
 
-Pipelines run on four processes, with captured graphs and, marked slow, with PyTorch's runtime too. The
-placed model's loop runs on two ranks whose imports are shared and, marked slow, as a program on four.
-The others run on two processes or one.
+Those that need several processes run in ranks whose imports are shared; marked slow, as ``torchrun``
+starts them, and pipelines with PyTorch's runtime too. ``plain_pytorch.py`` and those that need one
+process are always programs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from example_cases import EXAMPLES, losses_of_placed_example
+from example_cases import EXAMPLES, losses_of_placed_example, printed_by
 
 import gt_trainer
 from gt_trace.testing import GlooWorkers
@@ -55,6 +55,18 @@ def run_python(arguments: list[str], *, search_path: Path | None = None) -> str:
     return finished.stdout
 
 
+def started(name: str, num_processes: int, workers: GlooWorkers | None) -> str:
+    """What a program prints in all ranks of workers, or, without them, as ``torchrun`` starts it."""
+    if workers is None:
+        return run_example(name, num_processes=num_processes)
+    assert workers.num_ranks == num_processes
+    return "".join(workers.run(printed_by, name))
+
+
+AS_A_PROGRAM = pytest.param(True, id="as a program", marks=pytest.mark.slow)
+AS_EITHER = pytest.mark.parametrize("alone", [pytest.param(False, id="in workers"), AS_A_PROGRAM])
+
+
 def the_only(pattern: str, printed: str) -> str:
     (found,) = re.findall(pattern, printed)
     return found
@@ -78,14 +90,24 @@ def test_plain_pytorch_trains_to_the_bits_of_one_process(runtimes: tuple[str, ..
         assert re.findall(rf"{runtime}: {claim}: (\w+)", printed) == ["True"]
 
 
-@pytest.mark.parametrize("runtimes", RUNTIMES)
-def test_a_hugging_face_llama_has_the_gradients_of_one_process(runtimes: tuple[str, ...]):
-    printed = run_example("hugging_face_llama.py", "--runtimes", *runtimes, "--steps", "2")
+def check_llama(printed: str, runtimes: tuple[str, ...]) -> None:
     for runtime in runtimes:
         assert len(re.findall(rf"{runtime}: step \d+: loss", printed)) == 2
         claim = "gradients are those of training without a pipeline, to the bit"
         # Nine in each of six layers; embedding, norm and head.
         assert re.findall(rf"{runtime}: (\d+) {claim}: (\w+)", printed) == [("57", "True")]
+
+
+def test_a_hugging_face_llama_has_the_gradients_of_one_process(four: GlooWorkers):
+    options = ("--runtimes", "graph", "--steps", "2")
+    check_llama("".join(four.run(printed_by, LLAMA, *options)), ("graph",))
+
+
+@pytest.mark.slow
+def test_a_hugging_face_llama_does_so_with_both_runtimes_as_a_program():
+    check_llama(
+        run_example(LLAMA, "--runtimes", "eager", "graph", "--steps", "2"), ("eager", "graph")
+    )
 
 
 @pytest.mark.slow
@@ -96,16 +118,15 @@ def test_a_placed_hugging_face_model_has_the_losses_of_one_process():
     assert float(error) < 1e-5
 
 
-def test_the_loop_of_the_placed_model_has_the_losses_of_one_process_on_two_ranks():
-    preload = ["gt_autoparallel", "transformers.models.bert.modeling_bert"]
-    with GlooWorkers(2, timeout=500, preload=preload) as workers:
-        for placed, alone in workers.run(losses_of_placed_example):
-            assert len(placed) == 5
-            assert placed == pytest.approx(alone, rel=1e-5)
+def test_the_loop_of_the_placed_model_has_the_losses_of_one_process_on_two_ranks(two: GlooWorkers):
+    for placed, alone in two.run(losses_of_placed_example):
+        assert len(placed) == 5
+        assert placed == pytest.approx(alone, rel=1e-5)
 
 
-def test_a_captured_fsdp_loop_has_every_bit_of_the_eager_one():
-    printed = run_example("fsdp_loop.py", num_processes=2)
+@AS_EITHER
+def test_a_captured_fsdp_loop_has_every_bit_of_the_eager_one(alone: bool, two: GlooWorkers):
+    printed = started("fsdp_loop.py", 2, None if alone else two)
     assert the_only(r"every loss is that of the eager loop, to the bit: (\w+)", printed) == "True"
     assert re.search(r"bucket-all-gathers .* buckets 4", printed)
     first, last = re.findall(r"loss (\S+) at first, (\S+) after", printed)[0]
@@ -132,16 +153,20 @@ def test_an_unmodified_llama_is_planned_on_ranks_that_are_not_there():
     assert "bucket-all-gathers" in the_only(r"passes: (.*)", printed)
 
 
-def test_experts_of_ones_own_exchange_tokens_behind_computation():
-    printed = run_example("overlapped_experts.py", num_processes=2)
+@AS_EITHER
+def test_experts_of_ones_own_exchange_tokens_behind_computation(alone: bool, two: GlooWorkers):
+    printed = started("overlapped_experts.py", 2, None if alone else two)
     assert re.search(r"schedule-ep-overlap .* windows_interleaved 4", printed)
     assert float(the_only(r"largest relative difference by the overlap: (\S+)", printed)) < 1e-5
     first, last = re.findall(r"loss (\S+) at first, (\S+) after", printed)[0]
     assert float(last) < float(first)
 
 
-def test_an_unmodified_llama_runs_in_stages_of_tensor_parallel_ranks():
-    printed = run_example("tensor_parallel_pipeline.py")
+@AS_EITHER
+def test_an_unmodified_llama_runs_in_stages_of_tensor_parallel_ranks(
+    alone: bool, four: GlooWorkers
+):
+    printed = started("tensor_parallel_pipeline.py", 4, None if alone else four)
     losses = re.findall(r"step \d: loss (\S+)", printed)
     assert len(losses) == 5
     assert float(losses[-1]) < float(losses[0])

@@ -66,6 +66,9 @@ FOUR_RANKS = {
     # buckets round otherwise; test_recipe_numerics.py holds them to a bound.
     "deepseek_v3, FSDP 4 x EP 2": on(DEEPSEEK_V3, parallelism=FSDP_EP, fsdp_bucketing="off"),
     "deepseek_v3, FSDP 2 x TP 2 x EP 2": on(DEEPSEEK_V3, parallelism=FSDP_TP_EP),
+    "deepseek_v3, FSDP 2 x TP 2 x EP 2, 2 layers": on(
+        DEEPSEEK_V3, parallelism=FSDP_TP_EP, num_layers=2
+    ),
 }
 # What the others hold too, each by itself; `make test-all` runs them.
 LONG = {
@@ -78,6 +81,7 @@ LONG = {
     "llama3, HSDP 2 x 2",
     "qwen3, tied weights, FSDP 2 x TP 2",
     "deepseek_v3, FSDP 4 x EP 2",
+    "deepseek_v3, FSDP 2 x TP 2 x EP 2",
 }
 JOINT_ONE_RANK = (
     pytest.param("llama3, gradient accumulation", "min_cut", marks=pytest.mark.slow),
@@ -117,8 +121,8 @@ EXPERT_REGIONS = {
 }
 
 
-# Layers with experts, after the layers were cut.
-NUM_MOE_LAYERS = {"qwen3_moe_debugmodel": 2, "deepseek_v3_debugmodel": 2}
+# Those that come before layers with experts.
+NUM_DENSE_LAYERS = {"qwen3_moe_debugmodel": 0, "deepseek_v3_debugmodel": 1}
 
 
 def check(found: list[Comparison], case: Case) -> None:
@@ -130,7 +134,8 @@ def check(found: list[Comparison], case: Case) -> None:
         assert len(set(comparison.losses)) == num_passes
         assert comparison.without_gradient == ()
         assert comparison.num_tied_parameters == (case.config == "qwen3_debugmodel")
-        assert len(comparison.num_idle_experts) == NUM_MOE_LAYERS.get(case.config, 0)
+        num_dense = NUM_DENSE_LAYERS.get(case.config, case.num_layers)
+        assert len(comparison.num_idle_experts) == case.num_layers - num_dense
         assert all(num_idle > 0 for num_idle in comparison.num_idle_experts)
         assert comparison.matmul_dtypes == {case.param_dtype}
         assert comparison.float8_dtypes == set()

@@ -140,7 +140,9 @@ def test_what_may_round_otherwise_stays_within_its_tolerance(
     name: str, variant: Variant, tolerance: float, one: GlooWorkers, tmp_path: Path
 ) -> None:
     """Tolerances are those that the passes state, of the first step: the same weights."""
-    ((_, result),) = run(one, LLAMA3, tmp_path, {name: variant})
+    # What compiling takes grows with the layers.
+    case = on(LLAMA3, num_layers=1) if name == "full" else LLAMA3
+    ((_, result),) = run(one, case, tmp_path, {name: variant})
     assert {"compile-regions", "compile-whole-graph", "fuse-parallel-matmuls"} & result.changed
     assert result.largest_first_difference <= tolerance
 

@@ -48,11 +48,14 @@ def run(
     name: str,
     world_size: int,
     options: dict[str, Any] | None = None,
+    num_layers: int | None = None,
     **parallelism: int,
 ) -> Any:
     """As ``gt-train --dry-run`` does it."""
     with intended_for("cuda"):
         config = getattr(importlib.import_module(f"gt_trainer.models.{module}"), name)()
+        if num_layers is not None:
+            config.model_spec.model.layers = config.model_spec.model.layers[:num_layers]
         for field, value in parallelism.items():
             setattr(config.parallelism, field, value)
         config.compile = dataclasses.replace(config.compile, **(options or {}))
@@ -108,7 +111,7 @@ def test_a_solver_plans_the_attention_that_gpus_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the plan goes to the dump folder
     options = {"autoparallel": True, "autoparallel_solver": AutoParallelConfig(relative_gap=0.03)}
-    report = run("llama3", "llama3_debugmodel", 4, options, tensor_parallel_degree=2)
+    report = run("llama3", "llama3_debugmodel", 4, options, 2, tensor_parallel_degree=2)
     assert report.num_parameters_per_rank < report.num_parameters
     (page,) = tmp_path.rglob("placement.html")
     assert '<details class="why"><summary><svg' in page.read_text()
@@ -116,7 +119,7 @@ def test_a_solver_plans_the_attention_that_gpus_run(
     nodes = json.loads(path.read_text())["content"]["graph"]["nodes"]
     operators = [node["target"]["operator"] for node in nodes if node["kind"] == "operator"]
     for name in ("flex_attention", "flex_attention_backward"):
-        assert operators.count(["higher_order", name]) == 6
+        assert operators.count(["higher_order", name]) == 2
     assert not any("scaled_dot_product" in operator[1] for operator in operators)
     beside = report.beside_by_hand
     assert beside.planned is report.simulated

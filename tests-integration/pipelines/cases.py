@@ -44,6 +44,8 @@ from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.trainer import GraphTrainer
 
 NUM_BATCHES = 5
+FEW_BATCHES = 2
+"""Before an update and after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,7 @@ class PipelineCase:
 
     model: Case
     schedule: str
+    num_batches: int = NUM_BATCHES
     num_microbatches: int = 4
     microbatch_size: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -127,7 +130,7 @@ def compare_pipelines(case: PipelineCase, folder: str) -> Found:
     differences: list[str] = []
     losses: list[float] = []
     num_gradients = 0
-    for batch in range(NUM_BATCHES):
+    for batch in range(case.num_batches):
         found_eval = evaluate(trainer, microbatches(trainer, batch))
         found = step_losses(trainer, batch)
         expected_eval, expected, expected_gradients = whole_batch(

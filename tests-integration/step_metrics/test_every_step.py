@@ -15,10 +15,11 @@ from training_cases import NUM_STEPS, Case
 
 from gt_trace.testing import GlooWorkers
 
-LLAMA3 = Case(module="llama3", config="llama3_debugmodel")
+LLAMA3 = Case(module="llama3", config="llama3_debugmodel", num_layers=1)
 ON_FOUR = Case(
     module="llama3",
     config="llama3_debugmodel",
+    num_layers=1,
     parallelism={"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
     gradient_accumulation_steps=2,
 )

@@ -1,4 +1,4 @@
-"""``simple_fsdp`` against torch's FSDP2: 20 Adam steps from the same start on the same batches.
+"""``simple_fsdp`` against torch's FSDP2: 8 Adam steps from the same start on the same batches.
 
 With two ranks in each reduction the two agree to the last bit. With four, gloo adds the ranks'
 values in an order that depends on where in a message a value stands; FSDP2 sends many gradients
@@ -17,7 +17,7 @@ from fsdp_cases import (
 
 from gt_trace.testing import GlooWorkers
 
-STEPS = 20
+STEPS = 8
 
 BITWISE_ON_2 = [
     Cell(mode="replicate", extents=(2,)),

@@ -429,3 +429,17 @@ def test_a_process_with_another_thread_is_not_forked(tmp_path):
         "imported or configured started it; use torchrun --nproc-per-node N -m gt_trainer ... "
         "instead, which starts each rank afresh"
     )
+
+
+def test_a_thread_that_is_ending_is_waited_for(tmp_path):
+    status, _, errors = finish(
+        start(
+            tmp_path,
+            """
+            import threading
+            threading.Thread(target=time.sleep, args=(0.3,)).start()
+            run_ranks(lambda: None, plan=plan())
+            """,
+        )
+    )
+    assert (status, errors) == (0, "")

@@ -19,11 +19,15 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import MutableMapping
 from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
 _ARROW_CONFIGURATION = "JE_ARROW_MALLOC_CONF"
+_SECONDS_TO_END = 2.0
+"""A thread that was joined, that of an earlier start's store, stays in the kernel's table until the
+machine has run it for the last time."""
 
 
 class ForkUnsafeError(RuntimeError):
@@ -76,11 +80,15 @@ def thread_names() -> list[str]:
 def check_can_fork() -> None:
     """Refuse to fork a process with more than one thread, or one that has initialised CUDA.
 
+    Threads that are ending are given a moment to do so.
+
     Raises:
         ForkUnsafeError: It names the threads, or the use of CUDA, and another way to start.
     """
     problems: list[str] = []
-    extra = thread_names()[1:]
+    deadline = time.monotonic() + _SECONDS_TO_END
+    while (extra := thread_names()[1:]) and time.monotonic() < deadline:
+        time.sleep(0.01)
     if extra:
         problems.append(
             f"{len(extra)} thread{'' if len(extra) == 1 else 's'} besides the main one "
