@@ -83,9 +83,12 @@ def reordered(flags: Sequence[str]) -> str | None:
         return "microbatches are summed before ranks are"
     if "--compile.ep_overlap.enabled" in value:
         return "experts' gradients are sums over chunks"
+    if value[f"{parallelism}pipeline_parallel_degree"] == "1":
+        return None
+    microbatch = value[f"{parallelism}pipeline_parallel_microbatch_size"]
     axes = ("data_parallel_replicate", "data_parallel_shard", "context_parallel")
     is_reduced = any(value[f"{parallelism}{axis}_degree"] != "1" for axis in axes)
-    if value[f"{parallelism}pipeline_parallel_degree"] != "1" and is_reduced:
+    if is_reduced and value["--training.local_batch_size"] != microbatch:
         return "captured stages reduce once, eager ones each microbatch"
     return None
 
