@@ -402,16 +402,28 @@ def _memory(
         return prod(local_shape(node.outputs[0].shape, options[node.index].outputs[0], mesh)) * 4
 
     parameters = num_bytes("p0") + num_bytes("p1")
-    saved = [
-        num_bytes(share)
+    saved = {
+        share: num_bytes(share)
         for share, of in (("x_share", "x"), ("h_share", "mm0"), ("p1_share", "p1"))
         # An input or a parameter that is shared as it is takes no memory of its own.
         if of == "mm0"
         or options[by_name[share].index].outputs != options[by_name[of].index].outputs
-    ]
+    }
+    at_reduction = []
+    for gradient in graph.of_kind("gradient"):
+        maker = graph.nodes[gradient.operands[0].node]
+        if maker.target is aten.t.default:
+            maker = graph.nodes[maker.operands[0].node]
+        (layout,) = options[maker.index].outputs
+        if layout is not None and any(map(Placement.is_partial, layout)):
+            gone = sum(saved[name] for name in saved if by_name[name].module == maker.module)
+            at_reduction.append((2 * num_bytes(maker.name), gone))
+    in_flight, let_go = max(at_reduction, key=lambda both: both[0] - both[1], default=(0, 0))
     return MemoryBreakdown(
         parameters=parameters,
         gradients=parameters,
         optimizer_state=2 * parameters,
-        saved_activations=sum(saved),
+        saved_activations=sum(saved.values()),
+        in_flight=in_flight,
+        let_go=let_go,
     )

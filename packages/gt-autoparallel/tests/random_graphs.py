@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.distributed.tensor import Placement
 
 from gt_autoparallel.graph.layouts import MeshShape, num_local_elements
 from gt_autoparallel.graph.options import NodeOption
@@ -356,9 +357,12 @@ class Exhaustive:
         return self._pairs(partner, node, np.array(table))
 
     def _memory(self, zero: NDArray[Any]) -> NDArray[Any]:
-        """Parameters three times (with Adam's state), what is saved once; and the fuller moment."""
-        graph, mesh = self._graph, self._mesh
+        """Parameters three times (with Adam's state), what is saved once; and the fullest moment."""
+        graph = self._graph
         total = gradients = zero
+        saved: dict[str, Any] = {}
+        ahead: dict[str, Any] = {}
+        in_flight: dict[str, Any] = {}
         needed: dict[Value, Any] = {}
         made: dict[str, Any] = {}
         for node in reversed(graph.nodes):
@@ -367,6 +371,8 @@ class Exhaustive:
                 total = total + self._along(node, 3.0 * self._output_bytes(node, options, 0))
             elif node.kind == "gradient":
                 gradients = gradients + self._along(node, self._operand_bytes(node, options))
+                whole = self._unreduced(node.operands[0])
+                in_flight[node.module] = in_flight.get(node.module, zero) + whole
             if node.phase == "backward" or self._runs_again(node):
                 for value in node.operands:
                     if graph.nodes[value.node].phase == "forward":
@@ -378,6 +384,8 @@ class Exhaustive:
                     else self._output_bytes(node, options, 0)
                 )
                 made[node.module] = made.get(node.module, zero) + self._along(node, sizes)
+                if node.kind == "share" and graph.nodes[node.operands[0].node].kind == "parameter":
+                    ahead[node.module] = ahead.get(node.module, zero) + self._along(node, sizes)
             if node.phase == "backward" or self._runs_again(node):
                 continue
             for position in range(len(node.outputs)):
@@ -386,16 +394,32 @@ class Exhaustive:
                     continue
                 if not _is_view(node):
                     mine = self._along(node, self._output_bytes(node, options, position))
-                    total = total + wanted * mine
+                    saved[node.module] = saved.get(node.module, zero) + wanted * mine
         # Views hand on what is needed of them; several outputs of one view are one storage.
-        total = total + self._views(zero, needed, mesh)
-        before = gradients if self._accumulates else zero
+        self._add_views(zero, needed, saved)
+        total = sum(saved.values(), total) + (gradients if self._accumulates else zero)
+        moments = [gradients, zero + self._loss_bytes]
         # Layers of one class make the same again, one after the other.
-        again = functools.reduce(np.maximum, made.values(), zero)
-        return total + before + np.maximum(gradients + again, self._loss_bytes)
+        moments += [gradients + ahead.get(layer, zero) + again for layer, again in made.items()]
+        # What a layer saved is gone when its gradients are reduced.
+        moments += [
+            gradients + ahead.get(layer, zero) + whole - saved.get(layer, zero)
+            for layer, whole in in_flight.items()
+            if layer
+        ]
+        return total + functools.reduce(np.maximum, moments)
 
-    def _views(self, zero: NDArray[Any], needed: dict[Value, Any], mesh: MeshShape) -> Any:
-        graph, total = self._graph, zero
+    def _unreduced(self, gradient: Value) -> NDArray[Any]:
+        """A gradient and its copy in a bucket, where it is a sum over ranks."""
+        node = self._graph.nodes[gradient.node]
+        options = self._options[self._classes[node.index]]
+        is_sum = [any(map(Placement.is_partial, o.outputs[0] or ())) for o in options]
+        return self._along(node, 2.0 * self._output_bytes(node, options, 0) * np.array(is_sum))
+
+    def _add_views(
+        self, zero: NDArray[Any], needed: dict[Value, Any], saved: dict[str, Any]
+    ) -> None:
+        graph = self._graph
         for node in reversed(graph.nodes):
             if node.phase == "backward" or not _is_view(node) or self._runs_again(node):
                 continue
@@ -408,7 +432,8 @@ class Exhaustive:
             options = self._options[self._classes[node.index]]
             makers = self._options[self._classes[source.node]]
             moved = self._moved(node)
-            total = total + wanted * moved * self._along(node, self._operand_bytes(node, options))
+            own = wanted * moved * self._along(node, self._operand_bytes(node, options))
+            saved[node.module] = saved.get(node.module, zero) + own
             stays = np.logical_and(wanted, ~moved)
             before = needed.get(source, False)
             needed[source] = np.logical_or(before, stays)
@@ -416,9 +441,8 @@ class Exhaustive:
             is_there = maker.kind in ("parameter", "input") or self._runs_again(maker)
             if not _is_view(maker) and not is_there:
                 mine = self._output_bytes(maker, makers, source.output)
-                added = np.logical_and(stays, np.logical_not(before))
-                total = total + added * self._along(maker, mine)
-        return total
+                added = np.logical_and(stays, np.logical_not(before)) * self._along(maker, mine)
+                saved[maker.module] = saved.get(maker.module, zero) + added
 
     def _moved(self, view: PlacementNode) -> NDArray[Any]:
         """Whether what a view views is moved before, over all combinations."""

@@ -145,7 +145,7 @@ def random_block_problem(
         for variable in problem.variables
     ]
     passing = [
-        rng.integers(0, 5, len(variable.cost_us)) * 1e9
+        rng.integers(-2, 5, len(variable.cost_us)) * 1e9
         if problem.memory and variable.memory_bytes[0].any()
         else np.zeros(len(variable.cost_us))
         for variable in variables[:inner]
@@ -167,8 +167,7 @@ def random_block_problem(
         size=size,
         variables=tuple(range(inner)),
         windows=tuple(range(len(problem.windows))),
-        row=0 if problem.memory else None,
-        passing_bytes=tuple(passing),
+        passing_bytes={0: tuple(passing)} if problem.memory else {},
     )
     return replace(
         problem,
@@ -203,7 +202,8 @@ def cost_of_mixture(
             if variable.window is not None:
                 compute[variable.window][thing] += variable.window_compute_us[choice]
             for number, row in enumerate(variable.memory_bytes):
-                own = block.passing_bytes[index][choice] if index < inner and number == 0 else 0.0
+                at_work = block.passing_bytes.get(number) if index < inner else None
+                own = 0.0 if at_work is None else at_work[index][choice]
                 kept[number] += share * (row[choice] - own)
                 if number == 0:
                     passing[thing] += own

@@ -114,7 +114,8 @@ def test_what_moves_is_an_arrow_with_bytes_and_time(plan):
 def test_memory_is_a_bar_as_long_as_the_budget(plan):
     page = report_page(plan)
     widths = dict(re.findall(r'<i class="(\w+)" style="width:([\d.]+)%" title', page))
-    assert set(widths) == {"parameters", "gradients", "optimizer_state", "saved_activations"}
+    kinds = {"parameters", "gradients", "optimizer_state", "saved_activations", "in_flight"}
+    assert set(widths) == kinds
     assert float(widths["parameters"]) == pytest.approx(100 * 512 / 2**20, abs=0.01)
     assert "the bar is the budget, 1.00 MiB" in page
     unlimited = replace(plan, request=ResolvedRequest())

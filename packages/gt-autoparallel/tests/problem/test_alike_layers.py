@@ -54,9 +54,9 @@ def test_a_block_is_what_the_layers_in_between_have_for_themselves() -> None:
     assert not {name for name in names if "layers.1/add" in name}
     windows = {placement.problem.windows[number].name for number in block.windows}
     assert windows == {"layers.1 forward", "layers.1 backward", "layers.1 optimizer"}
-    assert block.row is not None
-    assert placement.problem.memory[block.row].name == "layers.1 backward"
-    assert any(each.any() for each in block.passing_bytes)
+    rows = [placement.problem.memory[row].name for row in block.passing_bytes]
+    assert rows == ["layers.1 backward", "layers.1 backward, reduction"]
+    assert all(any(each.any() for each in passing) for passing in block.passing_bytes.values())
 
 
 def test_members_of_the_backward_stand_in_the_order_of_their_layers() -> None:

@@ -51,11 +51,11 @@ def test_nothing_runs_again_without_need() -> None:
 
 
 def test_parameters_are_gathered_again_before_anything_is_computed_and_their_copies_cost() -> None:
-    found = plan(0.9)
+    found = plan(0.97)
     copies_us = sum(each.in_full_us for each in found.redistributions if each.again)
     assert copies_us > 0
     assert found.objective_us == pytest.approx(plan().objective_us + copies_us, rel=1e-9)
-    assert {"layers.1.up.weight/share", "layers.1.down.weight/share"} <= {*recomputed(found, "")}
+    assert {name.rpartition(".")[2] for name in recomputed(found, "")} == {"weight/share"}
     assert all(plan().compute_us[index] == 0 for index in found.recomputed)
     again = [c for c in predicted_collectives(found) if c.purpose == "unshard"]
     assert {c.phase for c in again} == {"forward", "backward"}
@@ -108,7 +108,7 @@ def test_a_plan_file_keeps_what_runs_again() -> None:
 
 
 def test_drawings_and_reasons_have_what_runs_again_in_the_backward() -> None:
-    found = plan(0.6)
+    found = plan(0.65)
     (drawn,) = drawn_layers(found)
     up = next(each for each in drawn.parameters if each.name == "up.weight")
     assert [(move.purpose, move.phase) for move in up.moves] == [

@@ -61,22 +61,20 @@ def shelves(budget: float, *, size: int = 6) -> Problem:
                 size=size,
                 variables=(0,),
                 windows=(),
-                row=0,
-                passing_bytes=(np.array([0.0, 2.0]),),
+                passing_bytes={0: (np.array([0.0, 2.0]),)},
             ),
         ),
     )
 
 
-def things(size: int, count: int, *, num_options: int) -> Block:
+def things(size: int, count: int) -> Block:
     """A block of all variables, none of which has bytes on the way."""
     return Block(
         name="things",
         size=size,
         variables=tuple(range(count)),
         windows=(),
-        row=None,
-        passing_bytes=(np.zeros(num_options),) * count,
+        passing_bytes={},
     )
 
 
@@ -99,7 +97,7 @@ def opposed_rows(budget: float, *, size: int = 5, count: int = 4) -> Problem:
             MemoryRow(name=name, budget_bytes=budget * size * count, fixed_bytes=0.0)
             for name in ("one", "other")
         ),
-        blocks=(things(size, count, num_options=4),),
+        blocks=(things(size, count),),
     )
 
 
@@ -228,7 +226,7 @@ def drawn_rows(seed: int, *, size: int = 5, count: int = 6) -> Problem:
             MemoryRow(name=f"row {n}", budget_bytes=float(budget), fixed_bytes=0.0)
             for n, budget in enumerate(budgets)
         ),
-        blocks=(things(size, count, num_options=6),),
+        blocks=(things(size, count),),
     )
 
 
@@ -280,8 +278,8 @@ def test_lists_everything_that_is_wrong_with_blocks() -> None:
             edge("within", 0, 0, [[0.0, 0.0], [0.0, 0.0]], window=0),
         ),
         blocks=(
-            replace(block, passing_bytes=()),
-            replace(block, name="others", variables=(1, 0), windows=(0,), passing_bytes=(1, 2)),
+            replace(block, passing_bytes={0: ()}),
+            replace(block, name="others", variables=(1, 0), windows=(0,), passing_bytes={}),
         ),
     )
     with pytest.raises(PlacementInputError) as error:

@@ -19,11 +19,10 @@ from gt_trainer.trainer import GraphTrainer
 RANKS, GIB = 4, 2**30
 MODELS = {"llama3": llama3.llama3_debugmodel, "deepseek_v3": deepseek_v3.deepseek_v3_debugmodel}
 CASES = [
-    ("llama3", 0.65, 0.95),  # the loss is the fuller moment
-    ("deepseek_v3", 0.9, 0.93),  # the backward is, of which gradients of activations do not count
+    ("llama3", 0.65),  # the loss is the fullest moment
+    ("deepseek_v3", 0.8),  # the backward is, with weights gathered ahead
 ]
-"""Models of two layers, shares of what a plan takes without need, and the least of the account in
-units of the estimate."""
+"""Models of two layers, and shares of what a plan takes without need."""
 
 
 def account_and_estimate(
@@ -48,9 +47,9 @@ def account_and_estimate(
     return found[-1], report.simulated.peak_bytes
 
 
-@pytest.mark.parametrize(("name", "share", "least"), CASES)
+@pytest.mark.parametrize(("name", "share"), CASES)
 def test_a_plan_takes_what_its_step_does(
-    name: str, share: float, least: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, share: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = MODELS[name]()
     assert config.model_spec is not None
@@ -63,4 +62,4 @@ def test_a_plan_takes_what_its_step_does(
     config.compile = replace(config.compile, autoparallel_solver=solver)
     account, estimate = account_and_estimate(config, monkeypatch)
     assert account <= share * free
-    assert least * estimate <= account <= 1.05 * estimate
+    assert 0.95 * estimate <= account <= 1.05 * estimate

@@ -6,7 +6,8 @@
     node_checks    options are offered, links and constraints kept
     cost_checks    times of nodes, steps and windows
     step_walk      where the data of each rank is after each step of a redistribution
-    memory_checks  bytes
+    memory_checks, in_flight
+                   bytes, and those of weights and gradients on their way
     recomputation_checks
                    what runs again in the backward may, and what it takes
     parameter_ways what stands between parameters and their users, and before their gradients

@@ -7,6 +7,9 @@ buffers and inputs are there anyway. Routed experts keep more than their operand
 themselves. What runs again in the backward reads what is saved as any node of the backward does,
 and what it makes is not saved (``recomputation_checks``).
 
+When a layer's gradients are reduced, they are there whole, as they were made and in their bucket,
+beside what is gathered ahead of the next layer, and what the layer saved is gone (``in_flight``).
+
 Where a step runs the graph for several microbatches, each live one has what it saved, but of
 gathered parameters there is one for all, and gradients are the sums that are not reduced yet. Where
 one step after the other adds to the gradients, the sum is there beside what is added.
@@ -14,11 +17,13 @@ one step after the other adds to the gradients, the sum is there beside what is 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, replace
 
-from gt_autoparallel.audit.parameter_ways import after_parameters, before_gradients
-from gt_autoparallel.audit.recomputation_checks import recomputed_bytes
+from gt_autoparallel.audit.in_flight import gathered_ahead, most_in_flight
+from gt_autoparallel.audit.parameter_ways import before_gradients, gathering_nodes
+from gt_autoparallel.audit.recomputation_checks import most_recomputed, scope
 from gt_autoparallel.audit.shards import shard_bytes
 from gt_autoparallel.audit.viewed_storage import viewed_operand
 from gt_autoparallel.graph.placement_graph import Value
@@ -54,16 +59,23 @@ def recounted_memory(plan: PlacementPlan) -> MemoryBreakdown:
         else sum(_sums(plan).values())
     )
     request = plan.request
+    saved = _saved_bytes(plan)
+    ahead = gathered_ahead(plan)
+    recomputed, gathered = most_recomputed(plan, ahead)
+    in_flight, let_go = most_in_flight(plan, ahead, saved)
     return MemoryBreakdown(
         parameters=parameters,
         gradients=_with_new_ones(plan, gradients),
         optimizer_state=round(parameters * plan.request.optimizer_state_copies),
-        saved_activations=_saved_bytes(plan),
-        recomputed=recomputed_bytes(plan) // _graphs_in_turn(plan),
+        saved_activations=sum(saved.values()),
+        recomputed=recomputed // _graphs_in_turn(plan),
         loss=request.loss_bytes,
         gradients_before=(
             gradients if request.accumulates_gradients or request.microbatches is not None else 0
         ),
+        gathered_ahead=gathered,
+        in_flight=in_flight,
+        let_go=let_go,
     )
 
 
@@ -79,7 +91,8 @@ def _graphs_in_turn(plan: PlacementPlan) -> int:
     return 1 if microbatches is None else microbatches.num_graphs
 
 
-def _saved_bytes(plan: PlacementPlan) -> int:
+def _saved_bytes(plan: PlacementPlan) -> Mapping[str, int]:
+    """What each layer, or module at the top, has saved."""
     nodes, runs_again = plan.graph.nodes, frozenset(plan.recomputed)
     thinned = {nodes[index].target for index in runs_again if nodes[index].phase == "backward"}
     bytes_of_storage: dict[object, int] = {}
@@ -89,22 +102,19 @@ def _saved_bytes(plan: PlacementPlan) -> int:
         for value in node.operands:
             if nodes[value.node].phase == "forward":
                 bytes_of_storage.update(_storage(plan, value, runs_again))
-    kept_by_experts = sum(
-        (experts_product_bytes if node.target in thinned else experts_saved_bytes)(
-            node, plan.graph.operand_specs(node), plan.options[node.index], plan.mesh
-        )
-        for node in plan.graph.of_kind("experts")
-        if node.phase == "forward" and node.index not in runs_again
-    )
     microbatches = plan.request.microbatches
-    if microbatches is None:
-        return sum(bytes_of_storage.values()) + kept_by_experts
-    once = _gathered(plan)
-    live = microbatches.num_live
-    return kept_by_experts * live + sum(
-        num_bytes * (1 if _node_of(storage) in once else live)
-        for storage, num_bytes in bytes_of_storage.items()
-    )
+    once = set() if microbatches is None else gathering_nodes(nodes)
+    live = 1 if microbatches is None else microbatches.num_live
+    found: dict[str, int] = defaultdict(int)
+    for node in plan.graph.of_kind("experts"):
+        if node.phase == "forward" and node.index not in runs_again:
+            kept = experts_product_bytes if node.target in thinned else experts_saved_bytes
+            operands, option = plan.graph.operand_specs(node), plan.options[node.index]
+            found[scope(node)] += live * kept(node, operands, option, plan.mesh)
+    for storage, num_bytes in bytes_of_storage.items():
+        maker = _node_of(storage)
+        found[scope(nodes[maker])] += num_bytes * (1 if maker in once else live)
+    return found
 
 
 def _storage(plan: PlacementPlan, value: Value, runs_again: Collection[int]) -> dict[object, int]:
@@ -131,13 +141,6 @@ def _node_of(storage: object) -> int:
     assert isinstance(storage, tuple)
     node: int = storage[0]
     return node
-
-
-def _gathered(plan: PlacementPlan) -> set[int]:
-    """Nodes that make parameters what they are computed with: casts, and what shares them."""
-    nodes, parameters = plan.graph.nodes, after_parameters(plan.graph.nodes)
-    shares = {n.index for n in nodes if n.kind == "share" and n.operands[0].node in parameters}
-    return shares | {index for index in parameters if nodes[index].kind != "parameter"}
 
 
 def _sums(plan: PlacementPlan) -> dict[Value, int]:

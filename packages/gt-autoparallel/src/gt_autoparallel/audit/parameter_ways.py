@@ -22,6 +22,13 @@ def after_parameters(nodes: tuple[PlacementNode, ...]) -> set[int]:
     return found
 
 
+def gathering_nodes(nodes: tuple[PlacementNode, ...]) -> set[int]:
+    """Nodes that make parameters what they are computed with: casts, and what shares them."""
+    parameters = after_parameters(nodes)
+    shares = {n.index for n in nodes if n.kind == "share" and n.operands[0].node in parameters}
+    return shares | {index for index in parameters if nodes[index].kind != "parameter"}
+
+
 def before_gradients(nodes: tuple[PlacementNode, ...]) -> set[int]:
     """Gradients, and views, casts and sums that only they read."""
     readers: dict[int, list[int]] = defaultdict(list)

@@ -10,7 +10,7 @@ between their products; then it is the backward's node that is said to run again
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from gt_autoparallel.audit.shards import shard_bytes
 from gt_autoparallel.audit.viewed_storage import viewed_operand
@@ -36,8 +36,11 @@ def recomputation_problems(plan: PlacementPlan) -> Iterator[str]:
             yield f"node {nodes[index].name!r} runs again, though {reason}"
 
 
-def recomputed_bytes(plan: PlacementPlan) -> int:
-    """What one layer makes again, of the layer where that is most."""
+def most_recomputed(plan: PlacementPlan, ahead: Mapping[str, int]) -> tuple[int, int]:
+    """What one layer makes again, of the layer where most is there, and what is gathered ahead.
+
+    ``ahead`` is what is gathered ahead of each layer.
+    """
     of_scope: dict[str, int] = defaultdict(int)
     for index in plan.recomputed:
         node, option = plan.graph.nodes[index], plan.options[index]
@@ -57,7 +60,8 @@ def recomputed_bytes(plan: PlacementPlan) -> int:
         of_scope[scope(node)] += sum(
             shard_bytes(spec, layout, plan.mesh.sizes) for spec, layout in made
         )
-    return max(of_scope.values(), default=0)
+    both = [(made, ahead.get(layer, 0)) for layer, made in of_scope.items()]
+    return max(both, key=lambda each: (sum(each), each), default=(0, 0))
 
 
 def scope(node: PlacementNode) -> str:

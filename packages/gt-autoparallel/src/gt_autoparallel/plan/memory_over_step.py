@@ -1,8 +1,9 @@
 """What a rank's memory holds while a step runs: for each layer forward and backward, by kind.
 
 As a plan counts it (``prices.memory``): what a layer saves is there from its forward to the end of
-its backward, what it computes again during its backward, what the loss takes between the two, and
-everything else all the time; gradients from the backward on, or from microbatches before.
+its backward, what it computes again and what is gathered ahead during its backward, what the loss
+takes between the two, and everything else all the time; gradients from the backward on, or from
+microbatches before. What is in flight when a layer's gradients are reduced is not drawn.
 """
 
 from __future__ import annotations
@@ -52,17 +53,25 @@ def memory_over_step(plan: PlacementPlan) -> tuple[MemoryAt, ...]:
     for window in plan.windows:
         if window.name.endswith(_BACKWARD):
             layer = window.name.removesuffix(_BACKWARD)
-            again = of_layers.again.get(layer, 0)
-            found.append(_at(window.name, plan.memory.in_backward, saved, recomputed=again))
+            again, ahead = (of.get(layer, 0) for of in (of_layers.again, of_layers.ahead))
+            moment = plan.memory.in_backward
+            found.append(_at(window.name, moment, saved, recomputed=again, ahead=ahead))
             saved -= of_layers.saved.get(layer, 0)
     return tuple(found)
 
 
 def _at(
-    window: str, moment: Mapping[str, int], saved: int, *, loss: int = 0, recomputed: int = 0
+    window: str,
+    moment: Mapping[str, int],
+    saved: int,
+    *,
+    loss: int = 0,
+    recomputed: int = 0,
+    ahead: int = 0,
 ) -> MemoryAt:
     """What there is all the time, as at a ``moment`` of the plan, with what comes and goes."""
-    parts = {**moment, "saved activations": saved, "loss": loss, "recomputed": recomputed}
+    passing = {"loss": loss, "recomputed": recomputed, "gathered ahead": ahead}
+    parts = {**moment, "saved activations": saved, **passing}
     always = ("parameters", "optimizer state", "saved activations")
     return MemoryAt(
         window=window, parts={kind: size for kind, size in parts.items() if size or kind in always}

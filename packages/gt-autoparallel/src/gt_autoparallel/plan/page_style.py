@@ -22,6 +22,7 @@ i.hidden { background: #9b5fc0 } i.exposed { background: #d0453e }
 i.parameters { background: #3b7dd8 } i.gradients { background: #3a9d5d }
 i.optimizer_state { background: #2aa3a3 } i.saved_activations { background: #e08a2b }
 i.recomputed { background: #9b5fc0 } i.loss { background: #d0453e }
+i.gathered_ahead { background: #7a8794 } i.in_flight { background: #a6553a }
 .step { display: flex; align-items: flex-end; height: 9rem; border-bottom: 1px solid var(--line) }
 .step div { flex: 1; height: 100%; display: flex; flex-direction: column-reverse }
 .step i { display: block }

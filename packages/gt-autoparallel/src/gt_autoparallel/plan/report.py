@@ -181,13 +181,19 @@ def _memory(plan: PlacementPlan) -> ReportTable:
 
 
 def _moments(plan: PlacementPlan) -> str:
-    """Which of the two moments the table is of, where there are two."""
+    """Which moment the table is of, where there are several."""
     memory = plan.memory
-    if not memory.loss:
+    moments = {"in the backward": memory.in_backward}
+    if memory.loss:
+        moments["at the loss"] = memory.at_loss
+    if memory.in_flight:
+        moments["where a layer's gradients are reduced"] = memory.at_reduction
+    if len(moments) < 2:
         return ""
-    loss, backward = (sum(parts.values()) for parts in (memory.at_loss, memory.in_backward))
-    fuller, other = ("at the loss", "in the backward")[:: 1 if loss > backward else -1]
-    return f"Most is there {fuller}; {other} it is {size_text(min(loss, backward))}."
+    sizes = {moment: sum(parts.values()) for moment, parts in moments.items()}
+    fullest = max(sizes, key=lambda moment: sizes[moment])
+    others = (f"{moment} it is {size_text(sizes[moment])}" for moment in sizes if moment != fullest)
+    return f"Most is there {fullest}; {', '.join(others)}."
 
 
 def _replicated(plan: PlacementPlan) -> Iterator[ReportTable]:

@@ -1,20 +1,27 @@
 """Bytes that a placed model takes on each rank: of single choices, and of a whole plan.
 
-Most is there at one of two moments, of which the fuller one counts:
+Most is there at one of three moments, of which the fullest one counts:
 
     at the loss       parameters + optimizer state + what the forward saves for the backward
                       + the loss + gradients of microbatches before
     in the backward   parameters + optimizer state + what the forward saves for the backward
                       + gradients + what is computed again in the layer where that is most
+                      + what is gathered ahead of the next one
+    at a reduction    parameters + optimizer state + what the forward saves for the backward,
+                      without that of the layer whose backward ends
+                      + gradients + what is in flight: that layer's gradients before they are
+                      reduced, twice, since a bucket is a copy, and what is gathered ahead
 
 Saved is each storage that a forward node makes and a backward node reads, whole and once, however
 many values lie in it and however small a part of it they are (``saved_storages``). Gathered
 parameters that the backward reads are among them, since one gathering serves forward and backward
-unless it is recomputed. What is computed again is not saved, and what that reads is. Routed experts
+unless it is recomputed; then the next layer's are gathered while one computes, which is counted as
+if that were as large. What is computed again is not saved, and what that reads is. Routed experts
 say themselves what they keep.
 
 Of a graph that runs for several microbatches (``microbatches``), what is saved is there for each
-live one and gathered parameters once; gradients are the sums that wait for their reduction.
+live one and gathered parameters once; gradients are the sums that wait for their reduction, and
+nothing is in flight.
 """
 
 from __future__ import annotations
@@ -23,7 +30,9 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from gt_autoparallel.graph.layer_names import window_scope
+from torch.distributed.tensor import Partial
+
+from gt_autoparallel.graph.layer_names import layer_of_module, window_scope
 from gt_autoparallel.graph.layouts import Layout, MeshShape, num_local_elements
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.parameter_chains import is_view_like
@@ -39,8 +48,8 @@ from gt_autoparallel.prices.saved_storages import SOURCES, SavedStorages, Status
 
 _MARGIN = 0.1
 """Share of a device's memory that no plan may count on. It is for what a plan does not count:
-results of operators that nobody saves, gradients of activations, buffers of collectives, what an
-allocator loses between blocks."""
+results of operators that nobody saves, gradients of activations, what an allocator loses between
+blocks."""
 
 
 def device_budget_bytes(capacity_bytes: int) -> int:
@@ -69,6 +78,16 @@ class MemoryBreakdown:
     gradients_before: int = 0
     """Those of microbatches before, which are there at the loss."""
 
+    gathered_ahead: int = 0
+    """What is gathered for the next layer while the one computes that computes most again."""
+
+    in_flight: int = 0
+    """At the end of a layer's backward: its gradients before they are reduced, and what is gathered
+    ahead. Of the layer where most is there then."""
+
+    let_go: int = 0
+    """Of the saved activations what that layer had, which is gone then."""
+
     @property
     def at_loss(self) -> dict[str, int]:
         """Bytes by kind, in words, when the loss is computed."""
@@ -76,28 +95,48 @@ class MemoryBreakdown:
 
     @property
     def in_backward(self) -> dict[str, int]:
-        """Bytes by kind, in words, in the backward of the layer that computes most again."""
-        return self._parts(gradients=self.gradients, recomputed=self.recomputed)
+        """Bytes by kind, in words, in the backward of the layer that makes most again."""
+        return self._parts(
+            gradients=self.gradients, recomputed=self.recomputed, ahead=self.gathered_ahead
+        )
+
+    @property
+    def at_reduction(self) -> dict[str, int]:
+        """Bytes by kind, in words, when the gradients of a layer are reduced."""
+        saved = self.saved_activations - self.let_go
+        return self._parts(gradients=self.gradients, saved=saved, in_flight=self.in_flight)
 
     @property
     def parts(self) -> dict[str, int]:
-        """Those of the fuller of the two moments."""
-        return max(self.in_backward, self.at_loss, key=lambda parts: sum(parts.values()))
+        """Those of the fullest moment."""
+        moments = (self.in_backward, self.at_loss, self.at_reduction)
+        return max(moments, key=lambda parts: sum(parts.values()))
 
     @property
     def total(self) -> int:
         """Sum of all parts."""
         return sum(self.parts.values())
 
-    def _parts(self, *, gradients: int, loss: int = 0, recomputed: int = 0) -> dict[str, int]:
+    def _parts(
+        self,
+        *,
+        gradients: int,
+        saved: int | None = None,
+        loss: int = 0,
+        recomputed: int = 0,
+        ahead: int = 0,
+        in_flight: int = 0,
+    ) -> dict[str, int]:
         """Nothing of what is not everywhere, where it is not there."""
         return {
             "parameters": self.parameters,
             **({"gradients": gradients} if gradients else {}),
             "optimizer state": self.optimizer_state,
-            "saved activations": self.saved_activations,
+            "saved activations": self.saved_activations if saved is None else saved,
             **({"loss": loss} if loss else {}),
             **({"recomputed": recomputed} if recomputed else {}),
+            **({"gathered ahead": ahead} if ahead else {}),
+            **({"in flight": in_flight} if in_flight else {}),
         }
 
 
@@ -157,6 +196,32 @@ def gradient_bytes(
     return _bytes(graph.spec(node.operands[0]), option.operands[0], mesh)
 
 
+def unreduced_bytes(
+    graph: PlacementGraph,
+    node: PlacementNode,
+    option: NodeOption,
+    mesh: MeshShape,
+    *,
+    reduced: Mapping[Value, int],
+) -> int:
+    """Bytes of what one node makes for gradients that are then reduced, and of their bucket.
+
+    ``reduced`` are the values that become gradients -> bytes of an element when it is reduced. Of
+    what is outside of layers nothing counts.
+    """
+    if layer_of_module(node.module) is None:
+        return 0
+    total = 0
+    for position, (spec, layout) in enumerate(zip(node.outputs, option.outputs, strict=True)):
+        itemsize = reduced.get(Value(node.index, position))
+        if itemsize is None or not any(isinstance(each, Partial) for each in layout or ()):
+            continue
+        assert spec is not None, "a gradient is a tensor"
+        assert layout is not None, "a tensor has a layout"
+        total += num_local_elements(spec.shape, layout, mesh) * (itemsize + spec.dtype.itemsize)
+    return total
+
+
 def recomputed_bytes(
     graph: PlacementGraph,
     node: PlacementNode,
@@ -211,14 +276,19 @@ def plan_memory(
         gradients += gradient_bytes(graph, node, option, mesh, accumulated=accumulated)
     of_layers = layer_memory(graph, options, mesh, recomputed=recomputed, microbatches=microbatches)
     copies = gradient_copies(microbatches, accumulates_gradients=accumulates_gradients)
+    again, ahead = of_layers.most_again
+    in_flight, let_go = of_layers.most_in_flight
     return MemoryBreakdown(
         parameters=parameters,
         gradients=int(gradients * copies.in_backward),
         optimizer_state=round(parameters * optimizer_state_copies),
         saved_activations=sum(of_layers.saved.values()),
-        recomputed=max(of_layers.again.values(), default=0),
+        recomputed=again,
         loss=loss_bytes,
         gradients_before=gradients * copies.at_loss,
+        gathered_ahead=ahead,
+        in_flight=in_flight,
+        let_go=let_go,
     )
 
 
@@ -254,6 +324,27 @@ class LayerMemory:
     again: Mapping[str, int]
     """What the backward computes again; of several graphs that take turns, this one's part."""
 
+    ahead: Mapping[str, int]
+    """Of that, the gathered parameters, of which the next layer's are there, too."""
+
+    unreduced: Mapping[str, int]
+    """Gradients before they are reduced, as they are made and in their bucket."""
+
+    @property
+    def most_again(self) -> tuple[int, int]:
+        """What the layer that makes most makes again, and what is gathered ahead then."""
+        of_layers = [(again, self.ahead.get(scope, 0)) for scope, again in self.again.items()]
+        return max(of_layers, key=lambda each: (sum(each), each), default=(0, 0))
+
+    @property
+    def most_in_flight(self) -> tuple[int, int]:
+        """What is in flight when a layer's backward ends, and what that layer had saved."""
+        of_layers = [
+            (unreduced + self.ahead.get(scope, 0), self.saved.get(scope, 0))
+            for scope, unreduced in self.unreduced.items()
+        ]
+        return max(of_layers, key=lambda each: (each[0] - each[1], each), default=(0, 0))
+
 
 def layer_memory(
     graph: PlacementGraph,
@@ -266,25 +357,32 @@ def layer_memory(
     """What each layer of a plan keeps and makes again; arguments as for ``plan_memory``."""
     num_live = 1 if microbatches is None else microbatches.num_live
     num_graphs = 1 if microbatches is None else microbatches.num_graphs
-    gathered = frozenset[int]() if microbatches is None else gathered_parameters(graph)
+    gathered = gathered_parameters(graph)
+    reduced = accumulated_gradients(graph) if microbatches is None else {}
     saved: dict[str, int] = defaultdict(int)
     again: dict[str, int] = defaultdict(int)
+    ahead: dict[str, int] = defaultdict(int)
+    unreduced: dict[str, int] = defaultdict(int)
     storages = needed_storages(graph, options, recomputed)
     forward_of = {backward: forward for forward, backward in experts_of(graph).items()}
     for node in graph.nodes:
         option, scope = options[node.index], window_scope(node)
+        in_bucket = unreduced_bytes(graph, node, option, mesh, reduced=reduced)
+        if in_bucket:
+            unreduced[scope] += in_bucket
         keeps_products = node.phase == "backward" and node.index in storages.recomputed
         if node.index in forward_of and forward_of[node.index] not in storages.recomputed:
             inner_bytes = experts_product_bytes if keeps_products else experts_inner_bytes
             operands = graph.operand_specs(node)
             saved[scope] += inner_bytes(node, operands, option, mesh) * num_live
         if node.index in storages.recomputed:
-            again[scope] += recomputed_bytes(
-                graph, node, option, mesh, keeps_products=keeps_products
-            )
+            made = recomputed_bytes(graph, node, option, mesh, keeps_products=keeps_products)
+            again[scope] += made
+            if node.index in gathered:
+                ahead[scope] += made
         if node.index not in storages.kept:
             continue
-        num_copies = 1 if node.index in gathered else num_live
+        num_copies = 1 if microbatches is not None and node.index in gathered else num_live
         if is_view_like(node):
             moved = _bytes(graph.spec(node.operands[0]), option.operands[0], mesh)
             saved[scope] += moved * num_copies
@@ -294,7 +392,10 @@ def layer_memory(
                 for position in storages.kept[node.index]
             )
     return LayerMemory(
-        saved=saved, again={scope: size // num_graphs for scope, size in again.items()}
+        saved=saved,
+        again={scope: size // num_graphs for scope, size in again.items()},
+        ahead=ahead,
+        unreduced=unreduced,
     )
 
 

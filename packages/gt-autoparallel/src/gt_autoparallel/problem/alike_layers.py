@@ -10,7 +10,7 @@ has the same costs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gt_autoparallel.graph.layer_names import layer_of_module
 from gt_autoparallel.graph.placement_graph import PlacementGraph
@@ -48,8 +48,8 @@ def layer_blocks(
     clustering: Clustering,
     *,
     crossing: frozenset[int],
-    rows: Sequence[str],
-    passing_bytes: Sequence[FloatArray],
+    passing_bytes: Mapping[int, Sequence[FloatArray]],
+    rows_of_window: Mapping[str, Sequence[int]],
 ) -> tuple[Block, ...]:
     """A block for each kind of layers of which there are several.
 
@@ -57,9 +57,9 @@ def layer_blocks(
         graph: whose nodes are clustered.
         clustering: of its alike layers.
         crossing: nodes that are the same in all layers of a kind.
-        rows: names of the memory rows: those of windows, for what layers make again in these.
-        passing_bytes: for each class of nodes [options]: bytes that are there for one layer at a
-            time.
+        passing_bytes: for each memory row of a kind's backward, for each class of nodes [options]:
+            bytes that are there for one layer at a time.
+        rows_of_window: these rows, by the kind's window.
     """
     inner: dict[tuple[str, ...], list[int]] = defaultdict(list)
     windows: dict[tuple[str, ...], set[int]] = defaultdict(set)
@@ -80,8 +80,11 @@ def layer_blocks(
                 size=len(things),
                 variables=tuple(variables),
                 windows=tuple(sorted(windows[things])),
-                row=next((place for place, row in enumerate(rows) if row in names), None),
-                passing_bytes=tuple(passing_bytes[variable] for variable in variables),
+                passing_bytes={
+                    row: tuple(passing_bytes[row][variable] for variable in variables)
+                    for name in sorted(names)
+                    for row in rows_of_window.get(name, ())
+                },
             )
         )
     return tuple(blocks)

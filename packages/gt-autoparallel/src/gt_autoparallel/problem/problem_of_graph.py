@@ -9,8 +9,8 @@
 
 A node of the forward may run again in the backward (``saved_storages``): its compute and its
 operands' redistributions then count a second time, in the backward's window as far as windows count
-them. Bytes have a row for each layer that may make something again, with what it makes, and one for
-the loss (``prices.memory``).
+them. Bytes have a row for each layer that may make something again, with what it makes, one for
+each that reduces gradients, with what is in flight, and one for the loss (``prices.memory``).
 
 What of parameters' and gradients' own redistributions (``parameter_chains``) can hide goes to their
 windows' communication, all else counts in full. A gradient is not redistributed before its cast:
@@ -34,10 +34,14 @@ from gt_autoparallel.graph.parameter_chains import (
     parameter_chains,
     summed_later,
 )
-from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode
+from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, Value
 from gt_autoparallel.prices.costs import StepPrices
 from gt_autoparallel.prices.memory import gradient_copies, needed_storages
-from gt_autoparallel.prices.microbatches import Microbatches
+from gt_autoparallel.prices.microbatches import (
+    Microbatches,
+    accumulated_gradients,
+    gathered_parameters,
+)
 from gt_autoparallel.prices.recomputability import experts_of
 from gt_autoparallel.prices.saved_storages import SavedStorages, Status, saved_storages
 from gt_autoparallel.problem.alike_layers import crossing_nodes, layer_blocks, members_by_layer
@@ -204,6 +208,8 @@ def placement_problem(
         of_node[each.node] = (*of_node.get(each.node, ()), demand)
     saved = saved_storages(graph, recomputes=recomputes, microbatches=microbatches)
     unshards, reduces = parameter_chains(graph), gradient_chains(graph)
+    # Sums over microbatches are reduced when nothing else runs.
+    reduced = accumulated_gradients(graph) if microbatches is None else {}
     # What alike nodes must have in common besides themselves.
     described: dict[int, Hashable] = {
         node.index: (
@@ -211,6 +217,7 @@ def placement_problem(
             saved.description(node),
             node.index in unshards,
             node.index in reduces,
+            tuple(reduced.get(Value(node.index, at)) for at in range(len(node.outputs))),
             tuple(
                 _origin(graph, node, value.node)
                 for value in node.operands
@@ -240,6 +247,8 @@ def placement_problem(
                     microbatches, accumulates_gradients=accumulates_gradients
                 ),
                 has_loss=loss_bytes > 0,
+                gathered=gathered_parameters(graph),
+                reduced=reduced if recomputes else {},
             ),
             options_of,
             optimizer_state_copies,
@@ -266,8 +275,8 @@ def placement_problem(
         graph,
         clustering,
         crossing=crossing_nodes(graph),
-        rows=found.memory_rows,
         passing_bytes=found.passing_bytes,
+        rows_of_window=found.rows_of_window,
     )
     problem = Problem(
         variables=tuple(variables),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from gt_autoparallel.prices.memory import (
     gradient_bytes,
     option_bytes,
     recomputed_bytes,
+    unreduced_bytes,
 )
 from gt_autoparallel.prices.saved_storages import SavedStorages, Status
 from gt_autoparallel.problem.clustering import Clustering
@@ -60,8 +62,11 @@ class ProblemParts:
     memory_bytes: tuple[tuple[FloatArray, ...], ...]
     """Of each variable, for each row."""
 
-    passing_bytes: tuple[FloatArray, ...]
-    """Of each variable: what is made again of one layer, in the row of its kind."""
+    passing_bytes: Mapping[int, tuple[FloatArray, ...]]
+    """As ``Block.passing_bytes``, of each variable, for the rows of kinds of layers."""
+
+    rows_of_window: Mapping[str, tuple[int, ...]]
+    """The rows of each kind of layers, by the name of its backward's window."""
 
     edges: tuple[Edge, ...]
 
@@ -78,6 +83,8 @@ def problem_parts(
 ) -> ProblemParts:
     """The parts that ``builder`` makes of the options of nodes."""
     choices = builder.choices(options_of)
+    rows = builder.memory_rows(choices)
+    passing_bytes = builder.passing_bytes(rows, choices, optimizer_state_copies)
     compute_us = tuple(builder.compute_us(*each) for each in enumerate(choices))
     return ProblemParts(
         choices=choices,
@@ -86,11 +93,33 @@ def problem_parts(
             builder.again_us(number, each, compute_us[number])
             for number, each in enumerate(choices)
         ),
-        memory_rows=tuple(builder.memory_rows(choices)),
-        memory_bytes=builder.memory_bytes(choices, optimizer_state_copies),
-        passing_bytes=tuple(builder.passing_bytes(*each) for each in enumerate(choices)),
+        memory_rows=tuple(row.name for row in rows),
+        memory_bytes=builder.memory_bytes(rows, choices, optimizer_state_copies, passing_bytes),
+        passing_bytes=passing_bytes,
+        rows_of_window=_rows_of_window(rows),
         edges=(*builder.use_edges(choices), *builder.link_edges(choices)),
     )
+
+
+Moment = Literal["backward", "reduction", "loss"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """A moment of which bytes are counted: of the backward of a kind of layers, or of the loss."""
+
+    name: str
+    moment: Moment
+    window: str | None = None
+    """Of a kind's backward; None if it is of no kind."""
+
+
+def _rows_of_window(rows: Sequence[_Row]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for number, row in enumerate(rows):
+        if row.window is not None:
+            found[row.window] = (*found.get(row.window, ()), number)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +153,13 @@ class PartsBuilder:
     gradients: GradientCopies
     has_loss: bool
     """Whether the loss takes memory of its own: else the backward is always the fuller moment."""
+
+    gathered: frozenset[int]
+    """Nodes that make parameters what they are computed with."""
+
+    reduced: Mapping[Value, int]
+    """What becomes a gradient -> bytes of an element when it is reduced; empty if nothing counts
+    that is not reduced yet."""
 
     def choices(self, options_of: OptionsOf) -> tuple[tuple[Choice, ...], ...]:
         """For each class its nodes' options, with what may become of the results."""
@@ -180,37 +216,80 @@ class PartsBuilder:
         times = np.where(again, compute_us, 0.0)
         return {self._backward_window(number): times} if times.any() else {}
 
-    def memory_rows(self, choices: Sequence[Sequence[Choice]]) -> dict[str, None]:
+    def memory_rows(self, choices: Sequence[Sequence[Choice]]) -> tuple[_Row, ...]:
         """A row for the backward of each kind of layer that may make something again.
 
-        One if there is none; and one for the loss.
+        One if there is none; one for the reduction of each kind's gradients, and one for the loss.
         """
-        names = {
-            self.clustering.window_names[self._backward_window(number)]: None
-            for number, each in enumerate(choices)
-            if _makes_again(each).any()
-        }
-        return (names or {"memory": None}) | ({LOSS_ROW: None} if self.has_loss else {})
+        making: dict[str, None] = {}
+        reducing: dict[str, None] = {}
+        for number, each in enumerate(choices):
+            name = self._backward_name(number)
+            if _makes_again(each).any():
+                making[name] = None
+            if self._unreduced_bytes(number, each).any():
+                reducing[name] = None
+        rows = [_Row(name=name, moment="backward", window=name) for name in making]
+        rows = rows or [_Row(name="memory", moment="backward")]
+        rows += [
+            _Row(name=f"{name}, reduction", moment="reduction", window=name) for name in reducing
+        ]
+        loss = [_Row(name=LOSS_ROW, moment="loss")] if self.has_loss else []
+        return (*rows, *loss)
 
     def memory_bytes(
-        self, choices: Sequence[Sequence[Choice]], optimizer_state_copies: float
+        self,
+        rows: Sequence[_Row],
+        choices: Sequence[Sequence[Choice]],
+        optimizer_state_copies: float,
+        passing_bytes: Mapping[int, Sequence[FloatArray]],
     ) -> tuple[tuple[FloatArray, ...], ...]:
         """For each class and each row [choices]: what is there of the class at that moment."""
-        rows = self.memory_rows(choices)
         found = []
         for number, each in enumerate(choices):
-            kept = self._kept_bytes(number, each, optimizer_state_copies)
+            size = len(self.clustering.members[number])
+            kept = self._kept_bytes(number, each, optimizer_state_copies) * size
             gradients = self._gradient_bytes(number, each)
-            of_rows = dict.fromkeys(rows, kept + gradients * self.gradients.in_backward)
-            if self.has_loss:
-                of_rows[LOSS_ROW] = kept + gradients * self.gradients.at_loss
-            if _makes_again(each).any():
-                name = self.clustering.window_names[self._backward_window(number)]
-                of_rows[name] = of_rows[name] + self.passing_bytes(number, each)
-            found.append(tuple(of_rows.values()))
+            copies = {"loss": self.gradients.at_loss}
+            of_rows = [
+                kept + gradients * copies.get(row.moment, self.gradients.in_backward)
+                for row in rows
+            ]
+            for row, passing in passing_bytes.items():
+                of_rows[row] = of_rows[row] + passing[number]
+            found.append(tuple(of_rows))
         return tuple(found)
 
-    def passing_bytes(self, number: int, choices: Sequence[Choice]) -> FloatArray:
+    def passing_bytes(
+        self,
+        rows: Sequence[_Row],
+        choices: Sequence[Sequence[Choice]],
+        optimizer_state_copies: float,
+    ) -> dict[int, tuple[FloatArray, ...]]:
+        """For each row of a kind, and each class, [choices] bytes that one node has only then.
+
+        Where gradients are reduced these are in flight, and what the layer has saved is gone.
+        """
+        found: dict[int, tuple[FloatArray, ...]] = {}
+        for place, row in enumerate(rows):
+            if row.window is None:
+                continue
+            of_classes = []
+            for number, each in enumerate(choices):
+                here = self._backward_name(number) == row.window
+                if not here:
+                    passing = np.zeros(len(each))
+                elif row.moment == "backward":
+                    passing = self._again_bytes(number, each) + self._ahead_bytes(number, each)
+                else:
+                    passing = self._unreduced_bytes(number, each) + self._ahead_bytes(number, each)
+                    if self._first(number).kind != "parameter":
+                        passing -= self._kept_bytes(number, each, optimizer_state_copies)
+                of_classes.append(passing)
+            found[place] = tuple(of_classes)
+        return found
+
+    def _again_bytes(self, number: int, choices: Sequence[Choice]) -> FloatArray:
         """[choices] Bytes that one node of a class makes again in the backward of its layer."""
         node = self._first(number)
         made = [
@@ -228,16 +307,34 @@ class PartsBuilder:
         ]
         return np.array(made, dtype=np.float64)
 
+    def _ahead_bytes(self, number: int, choices: Sequence[Choice]) -> FloatArray:
+        """[choices] Bytes that are gathered ahead of a layer, as many as one node gathers again."""
+        if self._first(number).index in self.gathered:
+            return self._again_bytes(number, choices)
+        return np.zeros(len(choices))
+
+    def _unreduced_bytes(self, number: int, choices: Sequence[Choice]) -> FloatArray:
+        """[choices] Bytes of gradients that one node makes and that are then reduced."""
+        node = self._first(number)
+        single = [
+            unreduced_bytes(self.graph, node, choice.option, self.mesh, reduced=self.reduced)
+            for choice in choices
+        ]
+        return np.array(single, dtype=np.float64)
+
     def _backward_window(self, number: int) -> int:
+        return self.clustering.window_names.index(self._backward_name(number))
+
+    def _backward_name(self, number: int) -> str:
         node = self._first(number)
         if node.phase == "backward":
-            return self.clustering.window_of_class[number]
-        return self.clustering.window_names.index(backward_window(node))
+            return self.clustering.window_names[self.clustering.window_of_class[number]]
+        return backward_window(node)
 
     def _kept_bytes(
         self, number: int, choices: Sequence[Choice], optimizer_state_copies: float
     ) -> FloatArray:
-        """[choices] Bytes of all nodes of a class from the forward on."""
+        """[choices] Bytes of one node of a class from the forward on."""
         single = [
             option_bytes(
                 self.graph,
@@ -250,7 +347,7 @@ class PartsBuilder:
             )
             for choice in choices
         ]
-        return np.array(single, dtype=np.float64) * len(self.clustering.members[number])
+        return np.array(single, dtype=np.float64)
 
     def _gradient_bytes(self, number: int, choices: Sequence[Choice]) -> FloatArray:
         """[choices] Bytes of parameters' gradients that all nodes of a class make."""

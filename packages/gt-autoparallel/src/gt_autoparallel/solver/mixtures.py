@@ -132,7 +132,11 @@ class _Splitting:
             self._copies[number] = tuple(range(first, first + len(sizes)))
             self._windows += [number] * len(sizes)
             self._multiplicities += sizes
-        block_of_row = {block.row: number for number, block in enumerate(problem.blocks)}
+        block_of_row = {
+            row: number
+            for number, block in enumerate(problem.blocks)
+            for row in block.passing_bytes
+        }
         self._rows: list[tuple[int, int | None, int]] = []
         """For each row: what it is made of, its block and its group."""
         for row in range(len(problem.memory)):
@@ -188,8 +192,8 @@ class _Splitting:
         memory = []
         for row, owner, group_of_row in self._rows:
             taken = variable.memory_bytes[row][options]
-            if group is not None and self._problem.blocks[block].row == row:
-                passing = self._problem.blocks[block].passing_bytes[position][options]
+            if group is not None and row in self._problem.blocks[block].passing_bytes:
+                passing = self._problem.blocks[block].passing_bytes[row][position][options]
                 at_work = (owner, group_of_row) == (block, group)
                 taken = (taken - passing) * share + (passing if at_work else 0.0)
             else:

@@ -110,12 +110,10 @@ class Block:
     windows: tuple[int, ...]
     """Windows of which each thing has one to itself: their multiplicity is ``size``."""
 
-    row: int | None
-    """Memory row of the bytes that a thing has while it is at work; None without such bytes."""
-
-    passing_bytes: tuple[FloatArray, ...]
-    """For each of the variables [num_options]: of its bytes in ``row``, those of a thing at work.
-    They are there for one thing at a time; the other bytes are those of all things together."""
+    passing_bytes: Mapping[int, tuple[FloatArray, ...]]
+    """For each memory row of moments at which a thing is at work, for each of the variables
+    [num_options]: of its bytes in that row, those of a thing at work; less than 0 for what only the
+    others have then. The other bytes are those of all things together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,12 +81,11 @@ def check_blocks(problem: Problem) -> None:
 
 
 def _of_block(problem: Problem, block: Block) -> list[str]:
-    violations = []
-    if len(block.passing_bytes) != len(block.variables):
-        violations.append(
-            f"has passing bytes of {len(block.passing_bytes)} variables, and "
-            f"{len(block.variables)} variables"
-        )
+    violations = [
+        f"has passing bytes of {len(passing)} variables, and {len(block.variables)} variables"
+        for passing in block.passing_bytes.values()
+        if len(passing) != len(block.variables)
+    ]
     violations += [
         f"window {problem.windows[window].name!r} has multiplicity "
         f"{problem.windows[window].multiplicity}; it must be one for each of {block.size} things"

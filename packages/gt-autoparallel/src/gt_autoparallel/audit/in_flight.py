@@ -1,0 +1,74 @@
+"""What of parameters and gradients is on its way while a layer's backward runs, counted anew.
+
+Whose weights are gathered again for the backward computes beside the gathering of the next layer,
+which is taken to be as large. A gradient that is summed over ranks is there whole, as it was made
+and once more in the bucket in which it is reduced. Microbatches are reduced when nothing runs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+from gt_autoparallel.audit.parameter_ways import before_gradients, gathering_nodes
+from gt_autoparallel.audit.recomputation_checks import scope
+from gt_autoparallel.audit.shards import shard_bytes
+from gt_autoparallel.audit.viewed_storage import viewed_operand
+from gt_autoparallel.graph.placement_graph import Value
+from gt_autoparallel.plan.placement_plan import PlacementPlan
+
+
+def gathered_ahead(plan: PlacementPlan) -> Mapping[str, int]:
+    """Bytes that are gathered ahead of each layer: as many as it gathers again itself."""
+    nodes, sizes = plan.graph.nodes, plan.mesh.sizes
+    found: dict[str, int] = defaultdict(int)
+    for index in sorted(gathering_nodes(nodes) & {*plan.recomputed}):
+        node, value = nodes[index], Value(index)
+        spec, layout = plan.graph.spec(value), plan.layout(value)
+        position = viewed_operand(node)
+        if position is not None:
+            spec = plan.graph.spec(node.operands[position])
+            layout = plan.options[index].operands[position]
+        found[scope(node)] += shard_bytes(spec, layout, sizes)
+    return found
+
+
+def most_in_flight(
+    plan: PlacementPlan, ahead: Mapping[str, int], saved: Mapping[str, int]
+) -> tuple[int, int]:
+    """What is in flight when a layer's backward ends, and what that layer had saved.
+
+    Of the layer where most is there then; ``ahead`` and ``saved`` are those of layers.
+    """
+    of_layers = [
+        (size + ahead.get(layer, 0), saved.get(layer, 0))
+        for layer, size in _unreduced(plan).items()
+    ]
+    return max(of_layers, key=lambda each: (each[0] - each[1], each), default=(0, 0))
+
+
+def _unreduced(plan: PlacementPlan) -> Mapping[str, int]:
+    if plan.request.microbatches is not None:
+        return {}
+    nodes, passing_on = plan.graph.nodes, before_gradients(plan.graph.nodes)
+    widest: dict[Value, int] = {}
+    for node in plan.graph.of_kind("gradient"):
+        value = node.operands[0]
+        reduced_as = plan.graph.spec(value).dtype
+        while value.node in passing_on:
+            if nodes[value.node].kind == "share":
+                reduced_as = plan.graph.spec(value).dtype
+            value = nodes[value.node].operands[0]
+        made = plan.graph.spec(value)
+        both = [replace(made, dtype=dtype) for dtype in (made.dtype, reduced_as)]
+        layout = plan.layout(value)
+        num_bytes = sum(shard_bytes(spec, layout, plan.mesh.sizes) for spec in both)
+        is_summed = any(placement.is_partial() for placement in layout)
+        in_layer = any(part.isdigit() for part in nodes[value.node].module.split("."))
+        if is_summed and in_layer:
+            widest[value] = max(num_bytes, widest.get(value, 0))
+    found: dict[str, int] = defaultdict(int)
+    for value, num_bytes in widest.items():
+        found[scope(nodes[value.node])] += num_bytes
+    return found
