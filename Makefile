@@ -60,19 +60,17 @@ train: $(STAMP)
 # One thread for each of the processes that a distributed test starts. Three runs, since each has one
 # server that worker processes are forked from: one knows torch alone, the second torchtitan too, the
 # third torchao as well.
-# Most tests keep one core busy, so two run side by side, a file in one process. Of integration tests,
-# those on the same four ranks stay in one: two sets of four are too large. Slow ones have eight, so
-# they run alone. `ARGS="-n 0"` for one process, as pdb needs.
+# Most tests of the packages keep one core busy, so two run side by side, a file in one process;
+# integration tests start four processes themselves. `ARGS="-n 0"` for one process, as pdb needs.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 PACKAGES_PYTEST := $(PYTEST) -n 2 --dist loadfile
-INTEGRATION_PYTEST := $(PYTEST) -n 2 --dist loadgroup
 QUANTIZATION := tests-integration/quantization
 QUANTIZATION_PYTEST := PYTHONPATH=$(CURDIR)/$(TORCHAO) $(PYTEST)
 
 test: $(STAMP) $(TORCHAO_STAMP)
 	@status=0; \
 	$(PACKAGES_PYTEST) -m 'not slow' packages tools $(ARGS) || status=1; \
-	$(INTEGRATION_PYTEST) -m 'not slow' tests-integration --ignore $(QUANTIZATION) $(ARGS) || status=1; \
+	$(PYTEST) -m 'not slow' tests-integration --ignore $(QUANTIZATION) $(ARGS) || status=1; \
 	$(QUANTIZATION_PYTEST) -m 'not slow' $(QUANTIZATION) $(ARGS) || status=1; \
 	exit $$status
 

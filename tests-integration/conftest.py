@@ -23,17 +23,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).parent))
 
 _PRELOAD = ["gt_trainer.testing", "transformers.models.llama.modeling_llama"]
-_RANKS = {"two", "four", "eight"}
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run in several processes, one has all that start ranks: they start once, and no
-    two sets of them are in memory. The others go file by file."""
-    for item in items:
-        shares_ranks = _RANKS.intersection(getattr(item, "fixturenames", ()))
-        group = "ranks" if shares_ranks else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")
