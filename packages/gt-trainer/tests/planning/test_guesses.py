@@ -8,7 +8,7 @@ import pytest
 from planning.small_problems import small_problem
 
 from gt_passes.simulation import Hardware, h100_sxm
-from gt_trainer.planning.guesses import _bubble_us, _weights_us, guessed_us
+from gt_trainer.planning.guesses import _bubble_us, _kept_bytes, _weights_us, guessed_us
 from gt_trainer.planning.pipeline_layouts import PipelineLayouts
 from gt_trainer.planning.run_recipe import RunRecipe
 from gt_trainer.planning.step_bounds import step_bound
@@ -78,3 +78,13 @@ def test_few_microbatches_leave_every_schedule_of_a_pipeline_waiting():
     assert waiting("1F1B", 1) >= 1.0
     assert waiting("ZBVZeroBubble", 1) >= 0.5
     assert waiting("ZBVZeroBubble", 8) < waiting("Interleaved1F1B", 8) < waiting("1F1B", 8)
+
+
+def test_what_tensor_parallelism_gathers_is_kept_unless_all_is_computed_again():
+    (stage,) = (
+        PipelineLayouts(_MODEL).of(RunRecipe(microbatch=1, global_batch=1, memory_policy="")).stages
+    )
+    gathered = 2 * 8 * len(_MODEL.layers) * _MODEL.dim * _MODEL.activation_bytes
+    for policy, more in (("save_all", gathered), ("selective", gathered), ("full_recompute", 0)):
+        alone = _kept_bytes(policy, _MODEL, stage, 1)
+        assert _kept_bytes(policy, _MODEL, stage, 8) == pytest.approx(alone + more)

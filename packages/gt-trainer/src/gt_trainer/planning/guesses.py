@@ -137,8 +137,12 @@ def guessed_bytes(
     tokens = recipe.microbatch * model.seq_len / (recipe.tp * recipe.cp)
     ranks = (layout.of_rank(rank) for rank in range(len(layout.by_rank)))
     stages = max(ranks, key=lambda each: sum(stage.layers.outputs_width for stage in each))
-    kept = tokens * sum(_kept_bytes(recipe.memory_policy, model, stage) for stage in stages)
-    again = tokens * max(_again_bytes(recipe.memory_policy, model, stage) for stage in stages)
+    kept = tokens * sum(
+        _kept_bytes(recipe.memory_policy, model, stage, recipe.tp) for stage in stages
+    )
+    again = tokens * max(
+        _again_bytes(recipe.memory_policy, model, stage, recipe.tp) for stage in stages
+    )
     dense = sum(stage.dense_parameters for stage in stages) / recipe.tp
     experts = sum(stage.layers.expert_parameters for stage in stages) / recipe.ep
     if recipe.pp > 1 or recipe.reduces_once:  # gathered parameters, and sums of whole gradients
@@ -162,16 +166,17 @@ def order(guess_us: float, guess_bytes: float, hardware: Hardware) -> float:
     return guess_us * (1.0 if over <= 1 else 2.0 * over)
 
 
-def _again_bytes(policy: str, model: ModelCounts, stage: StageParts) -> float:
+def _again_bytes(policy: str, model: ModelCounts, stage: StageParts, tp: int) -> float:
     """For one token, what one layer has when it has been computed again, beyond what it kept."""
-    more = _kept_bytes("save_all", model, stage) - _kept_bytes(policy, model, stage)
+    more = _kept_bytes("save_all", model, stage, tp) - _kept_bytes(policy, model, stage, tp)
     return more / max(1, stage.num_layers)
 
 
-def _kept_bytes(policy: str, model: ModelCounts, stage: StageParts) -> float:
+def _kept_bytes(policy: str, model: ModelCounts, stage: StageParts, tp: int) -> float:
     """For one token of one microbatch.
 
-    A selective policy keeps results of products and attention, and tokens sent to experts.
+    A selective policy keeps results of products and attention, tokens sent to experts, and what
+    tensor parallelism gathers: twice a layer, tokens of all its ranks.
     """
     layers = stage.layers
     if policy == "save_all":
@@ -182,6 +187,8 @@ def _kept_bytes(policy: str, model: ModelCounts, stage: StageParts) -> float:
         width = layers.outputs_width + layers.attention_width + layers.sent_copies * model.dim
         if policy == "selective_alternate":
             width -= _ALTERNATE_DROPS * (layers.outputs_width - layers.expert_outputs_width)
+    if tp > 1 and policy != "full_recompute":
+        width += 2 * tp * stage.num_layers * model.dim
     return width * model.activation_bytes
 
 
