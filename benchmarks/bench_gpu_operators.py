@@ -47,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     report.notes.append(f"ours is simulated, with the constants of {hardware.name}")
     for name, make in operator_cases(device, shrink=options.shrink):
         if options.only not in name:
+            report.notes.append(f"{name}: not asked for by --only")
             continue
         try:
             case = make()
@@ -68,7 +69,9 @@ def main(arguments: list[str] | None = None) -> int:
         gc.collect()
     _write(report, options.json)
     print(report.table())
-    return 0
+    if not report.rows:
+        sys.stderr.write("bench_gpu_operators: nothing was measured; the notes say why\n")
+    return 0 if report.rows else 1
 
 
 def _write(report: Report, path: Path | None) -> None:

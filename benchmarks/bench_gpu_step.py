@@ -36,7 +36,7 @@ from gt_passes import CudaGraphs, DescribeOnly
 from gt_passes.simulation import h100_sxm
 from gt_passes.simulation.hardware import load_hardware
 
-WORKLOADS = (LLAMA_8B, LLAMA_8B_FSDP, LLAMA_1B)
+WORKLOADS = (LLAMA_8B, LLAMA_1B, LLAMA_8B_FSDP)
 _NUM_WARMUP_STEPS = 3
 """One that compiles, one that records, one that replays."""
 
@@ -60,11 +60,17 @@ def main(arguments: list[str] | None = None, *, graphs: CudaGraphs | None = None
     )
     for workload in WORKLOADS:
         if options.workload in workload.name:
-            _measure(_changed(workload, options), device, options, report, graphs)
+            changed = _changed(workload, options)
+            try:
+                _measure(changed, device, options, report, graphs)
+            except Exception as error:  # noqa: BLE001  # one that fails must not end the others
+                report.notes.append(f"{changed.name}: failed: {_line(error)}")
     print(report.table())
     if options.json is not None:
         report.write(options.json)
-    return 0
+    if not report.rows:
+        sys.stderr.write("bench_gpu_step: nothing was measured; the notes say why\n")
+    return 0 if report.rows else 1
 
 
 def _measure(
@@ -84,15 +90,13 @@ def _measure(
         eager_load = _sustained(reference, inputs, device, options.sustained)
         for name, make in _makers(model, inputs, options, graphs):
             if options.only not in name:
+                report.notes.append(f"{workload.name}: {name}: not asked for by --only")
                 continue
             contestant = _made(make, workload, report)
             if contestant is None:
                 continue
             try:
                 pairs = _in_turn(reference, contestant, inputs, device, options.samples)
-            except Exception as error:  # noqa: BLE001  # one that fails must not end the others
-                report.notes.append(f"{workload.name}: {contestant.name} failed: {_line(error)}")
-            else:
                 ours, theirs = zip(*pairs, strict=True)
                 report.rows += _rows(workload.name, contestant, ours, theirs, operators)
                 report.rows += _simulated(workload.name, contestant, ours)
@@ -105,6 +109,8 @@ def _measure(
                 report.rows += _counts(workload.name, contestant.name, facts, eager_facts)
                 if contestant.note:
                     report.notes.append(f"{workload.name}: {contestant.name}: {contestant.note}")
+            except Exception as error:  # noqa: BLE001  # one that fails must not end the others
+                report.notes.append(f"{workload.name}: {contestant.name} failed: {_line(error)}")
             if options.json is not None:
                 report.write(options.json)  # so far, for a run that ends early
             contestant.release()

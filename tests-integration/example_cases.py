@@ -19,11 +19,13 @@ def printed_by(name: str, *options: str) -> str:
     printed = io.StringIO()
     with (
         patch.object(sys, "argv", [name, *options]),
-        patch.object(dist, "init_process_group"),
-        patch.object(dist, "destroy_process_group"),
+        patch.object(dist, "init_process_group", autospec=True) as init,
+        patch.object(dist, "destroy_process_group", autospec=True) as destroy,
         contextlib.redirect_stdout(printed),
     ):
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    init.assert_called_once_with("gloo")
+    destroy.assert_called_once_with()
     return printed.getvalue()
 
 

@@ -59,6 +59,9 @@ def test_one_kind_alone_and_no_time_are_asked_for(bench, capsys, tmp_path: Path)
     assert bench.main([*small, "--only", "mm, bfloat16, 64"]) == 0
     (row,) = json.loads(path.read_text())["rows"]
     assert row["metric"] == "mm, bfloat16, 64x16x16"
+    capsys.readouterr()
+    assert bench.main([*small, "--only", "no such"]) == 1
+    assert "bench_gpu_operators: nothing was measured; the notes" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         bench.main(["--sustained", "0"])
     assert "--sustained must be more than 0 seconds" in capsys.readouterr().err

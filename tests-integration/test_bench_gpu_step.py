@@ -104,6 +104,20 @@ def test_what_cannot_be_measured_is_told_before_a_model_is_built(tool, capsys) -
         assert told in capsys.readouterr().err
 
 
+def test_a_workload_that_fails_is_told_and_does_not_end_the_others(
+    tool, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(workload, *_: object) -> None:
+        raise RuntimeError(f"no memory for {workload.name.partition(',')[0]}")
+
+    monkeypatch.setattr(tool.bench, "_measure", broken)
+    assert tool.bench.main(["--device", "cpu"]) == 1
+    printed = capsys.readouterr()
+    for name in ("8B", "1B", "8 layers of 8B"):
+        assert f"failed: RuntimeError: no memory for {name}" in printed.out
+    assert printed.err == "bench_gpu_step: nothing was measured; the notes say why\n"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_a_machine_without_cuda_is_told_in_one_line(
     tool, capsys: pytest.CaptureFixture[str]

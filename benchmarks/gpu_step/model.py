@@ -62,7 +62,10 @@ LLAMA_8B = Workload(
     tp=2,
 )
 LLAMA_8B_FSDP = Workload(
-    name="8B, FSDP 8, rank 0 of 8 (collectives do nothing)", shape=LLAMA_8B.shape, fsdp=8, tp=1
+    name="8 layers of 8B, FSDP 8, rank 0 of 8 (collectives do nothing)",
+    shape=dataclasses.replace(LLAMA_8B.shape, num_layers=8),
+    fsdp=8,
+    tp=1,
 )
 LLAMA_1B = Workload(
     name="1B, one rank",
