@@ -103,6 +103,22 @@ def test_a_sum_over_rows_ends_a_kernel_and_one_along_them_does_not():
     assert kernels(lambda x: x - x.sum(1, keepdim=True), W) == [8 * 2**20]
     assert kernels(lambda x: x - x.sum(0, keepdim=True), W) == [4 * 2**20 + 4096, 8 * 2**20 + 4096]
     assert kernels(lambda x: x - x.amax(), X) == [4 * 2**20 + 4, 8 * 2**20 + 4]
+    # By the dims that are reduced, not by sizes: here both results have 1,024.
+    assert kernels(lambda x: x - x.sum(1), W) == [8 * 2**20]
+    assert kernels(lambda x: x - x.sum(0), W) == [4 * 2**20 + 4096, 8 * 2**20 + 4096]
+
+
+def test_what_is_written_into_an_input_is_moved():
+    def added(x, total):
+        total.add_(x)
+        return x @ x
+
+    def copied(x, kept):
+        kept.copy_(x + 1)
+        return x * 2
+
+    assert kernels(added, W, W.clone()) == [12 * 2**20, aten.mm.default]
+    assert kernels(copied, X, X.clone()) == [12 * 2**20]
 
 
 def test_complex_numbers_are_not_fused():

@@ -4,9 +4,10 @@ A compiled region is one node of the graph, and its body knows what it does
 (``gt_passes.analysis.outlined_region``). Inductor fuses operators that are bound by memory. Here
 each run of such operators, uninterrupted in program order by a matrix product, attention or a
 collective, is one kernel: it reads once what comes from outside the run, and writes once what is
-used outside it. What reads a number that was reduced over rows is another kernel, which reads
-again: the number is known when the first has ended everywhere. A scale of float8 is such a number
-(``get_tensor_memory_traffic_ovhd_s`` in torchao's ``roofline_utils`` counts the same kernels).
+used outside it, and what it writes into inputs. What reads a number that was reduced over rows is
+another kernel, which reads again: the number is known when the first has ended everywhere. A scale
+of float8 is such a number (``get_tensor_memory_traffic_ovhd_s`` in torchao's ``roofline_utils``
+counts the same kernels).
 Complex numbers are not fused, for Inductor generates no code for them
 (``unsupported_input_tensor`` in ``torch/_inductor/lowering.py``). Inductor also fuses across such
 interruptions where it may reorder, and epilogues into products; neither is modelled.
@@ -21,11 +22,14 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gt_passes._torch_internals import OpOverload
+from gt_passes.analysis.aliasing import written_nodes
 from gt_passes.analysis.bucket_copies import BUCKET_COPIES
+from gt_passes.analysis.node_calls import arguments_of
 from gt_passes.simulation.cost_model import CostModel
 from gt_passes.simulation.operands import OperandReader
 from gt_passes.simulation.work import OpKind, is_view_node
 
+_COPY_INTO = torch.ops.aten.copy_.default
 _TRANSPARENT: frozenset[OpKind] = frozenset({"none", "view"})
 
 
@@ -93,7 +97,10 @@ class _Run:
 
         source: dict[Node, Node] = {}
         for node in run:
-            read = dict.fromkeys(source.get(each, each) for each in node.all_input_nodes)
+            overwritten = node.args[:1] if node.target is _COPY_INTO else ()
+            read = dict.fromkeys(
+                source.get(each, each) for each in node.all_input_nodes if each not in overwritten
+            )
             if is_view_node(node):
                 source[node] = next(iter(read))
                 continue
@@ -102,14 +109,17 @@ class _Run:
             for each in read:
                 self._users.setdefault(each, []).append(node)
                 if each in self.turns:
-                    turn = max(turn, self.turns[each] + self._is_over_rows(each))
+                    is_over_rows = _is_reduction(each) and not self._is_along_rows(each)
+                    turn = max(turn, self.turns[each] + is_over_rows)
             self.turns[node] = turn
 
         def is_used_outside(node: Node) -> bool:
             users = (user for user in node.users if user not in self.turns)
             return any(user not in source or is_used_outside(user) for user in users)
 
-        self._outside = {node for node in self.turns if is_used_outside(node)}
+        self._outside = {
+            node for node in self.turns if any(written_nodes(node)) or is_used_outside(node)
+        }
         self.written = [node for node in self.turns if node in self._outside or _is_reduction(node)]
         """In order. All else is computed anew by each kernel that needs it."""
 
@@ -133,14 +143,12 @@ class _Run:
                 moved.append(node)
         return sum(operand.num_bytes for node in moved for operand in self._reader.outputs(node))
 
-    def _is_over_rows(self, node: Node) -> bool:
-        """Whether a result is reduced over rows, not along each of them."""
-        if not _is_reduction(node):
-            return False
-        reduced, result = self._reader.inputs(node)[0].shape, self._reader.outputs(node)[0].shape
-        if len(result) == len(reduced):
-            result = result[:-1]
-        return len(reduced) == 1 or result != reduced[:-1]
+    def _is_along_rows(self, reduction: Node) -> bool:
+        """Whether each row of several is reduced on its own, so that one block reads all of it."""
+        num_dims = len(self._reader.inputs(reduction)[0].shape)
+        dims = arguments_of(reduction).get("dim")
+        dims = [dims] if isinstance(dims, int) else dims
+        return num_dims > 1 and dims in ([-1], [num_dims - 1])
 
 
 def _is_reduction(node: Node) -> bool:
