@@ -65,25 +65,26 @@ train: $(STAMP)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 PACKAGES_PYTEST := $(PYTEST) -n 2 --dist loadfile
 QUANTIZATION := tests-integration/quantization
+WITH_TORCHAO := $(QUANTIZATION) tests-integration/gpu/test_float8.py
 QUANTIZATION_PYTEST := PYTHONPATH=$(CURDIR)/$(TORCHAO) $(PYTEST)
 
 test: $(STAMP) $(TORCHAO_STAMP)
 	@status=0; \
 	$(PACKAGES_PYTEST) -m 'not slow' packages tools $(ARGS) || status=1; \
 	$(PYTEST) -m 'not slow' tests-integration --ignore $(QUANTIZATION) $(ARGS) || status=1; \
-	$(QUANTIZATION_PYTEST) -m 'not slow' $(QUANTIZATION) $(ARGS) || status=1; \
+	$(QUANTIZATION_PYTEST) -m 'not slow' $(WITH_TORCHAO) $(ARGS) || status=1; \
 	exit $$status
 
 test-all: $(STAMP) $(TORCHAO_STAMP)
 	@status=0; \
 	$(PACKAGES_PYTEST) packages tools $(ARGS) || status=1; \
 	$(PYTEST) tests-integration --ignore $(QUANTIZATION) $(ARGS) || status=1; \
-	$(QUANTIZATION_PYTEST) $(QUANTIZATION) $(ARGS) || status=1; \
+	$(QUANTIZATION_PYTEST) $(WITH_TORCHAO) $(ARGS) || status=1; \
 	exit $$status
 
 # The folder has a pytest.ini of its own and needs only torch, pytest and our sources: tests-integration/README.md.
-test-gpu: $(STAMP)
-	$(BIN)/python -m pytest tests-integration/gpu $(ARGS)
+test-gpu: $(STAMP) $(TORCHAO_STAMP)
+	PYTHONPATH=$(CURDIR)/$(TORCHAO) $(BIN)/python -m pytest tests-integration/gpu $(ARGS)
 
 # `make --keep-going check` reports what every tool found.
 check: check-ruff check-types check-layers check-dependencies check-workspace check-docs

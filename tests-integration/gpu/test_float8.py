@@ -13,7 +13,10 @@ from gt_passes import release_cuda_graphs
 
 torchao_float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed here")
 
-_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+_RECIPES = (
+    "rowwise",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensorwise", "rowwise_with_gw_hp")),
+)
 
 
 def float8_decoder(site: Site, name: str) -> nn.Module:
