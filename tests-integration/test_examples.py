@@ -125,8 +125,10 @@ def test_the_loop_of_the_placed_model_has_the_losses_of_one_process_on_two_ranks
 
 
 @AS_EITHER
-def test_a_captured_fsdp_loop_has_every_bit_of_the_eager_one(alone: bool, two: GlooWorkers):
-    printed = started("fsdp_loop.py", 2, None if alone else two)
+def test_a_captured_fsdp_loop_has_every_bit_of_the_eager_one(
+    alone: bool, request: pytest.FixtureRequest
+):
+    printed = started("fsdp_loop.py", 2, None if alone else request.getfixturevalue("two"))
     assert the_only(r"every loss is that of the eager loop, to the bit: (\w+)", printed) == "True"
     assert re.search(r"bucket-all-gathers .* buckets 4", printed)
     first, last = re.findall(r"loss (\S+) at first, (\S+) after", printed)[0]
@@ -154,8 +156,10 @@ def test_an_unmodified_llama_is_planned_on_ranks_that_are_not_there():
 
 
 @AS_EITHER
-def test_experts_of_ones_own_exchange_tokens_behind_computation(alone: bool, two: GlooWorkers):
-    printed = started("overlapped_experts.py", 2, None if alone else two)
+def test_experts_of_ones_own_exchange_tokens_behind_computation(
+    alone: bool, request: pytest.FixtureRequest
+):
+    printed = started("overlapped_experts.py", 2, None if alone else request.getfixturevalue("two"))
     assert re.search(r"schedule-ep-overlap .* windows_interleaved 4", printed)
     assert float(the_only(r"largest relative difference by the overlap: (\S+)", printed)) < 1e-5
     first, last = re.findall(r"loss (\S+) at first, (\S+) after", printed)[0]
@@ -164,9 +168,11 @@ def test_experts_of_ones_own_exchange_tokens_behind_computation(alone: bool, two
 
 @AS_EITHER
 def test_an_unmodified_llama_runs_in_stages_of_tensor_parallel_ranks(
-    alone: bool, four: GlooWorkers
+    alone: bool, request: pytest.FixtureRequest
 ):
-    printed = started("tensor_parallel_pipeline.py", 4, None if alone else four)
+    printed = started(
+        "tensor_parallel_pipeline.py", 4, None if alone else request.getfixturevalue("four")
+    )
     losses = re.findall(r"step \d: loss (\S+)", printed)
     assert len(losses) == 5
     assert float(losses[-1]) < float(losses[0])
