@@ -217,9 +217,10 @@ def test_a_budget_too_small_says_by_how_much_and_what_dominates(planner: Planner
 
 def test_asking_again_makes_no_table_again(planner: Planner, lines: list[str]) -> None:
     planner.find(constraints=Constraints(inputs={"tokens": (S0,)}))
-    first = planner.problem(ResolvedRequest()).problem
-    budgeted = ResolvedRequest(memory_budget_bytes=2**40, recomputes=False)
-    again = planner.problem(budgeted).problem
+    first, again = (
+        planner.problem(ResolvedRequest(memory_budget_bytes=budget, recomputes=False)).problem
+        for budget in (2**40, 2**41)
+    )
     assert first.edges is again.edges
     assert any(line.startswith("captured ") for line in lines)
     assert any(line.startswith("audited ") for line in lines)
@@ -276,6 +277,34 @@ def test_a_saved_part_that_stays_where_it_is_counts_as_the_whole() -> None:
     moved = planner.find(constraints=from_loader, memory_budget_bytes=needed - 1)
     assert moved.memory.total < needed
     assert moved.objective_us > plan.objective_us
+
+
+class InARow(nn.Module):
+    """Each layer's backward reads what the layer before made, by a view of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(128, 128, bias=False) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_budget_between_two_moments_is_kept() -> None:
+    whole = Constraints(
+        inputs={"x": (S0,)}, outputs={"output": (S0,)}, parameters={"*": (Replicate(),)}
+    )
+    x = torch.empty(4, 16, 128, device="meta")
+    planner = planner_of_model(InARow().to("meta"), MESH, (x,))
+    memory = planner.find(constraints=whole).memory
+    between = (memory.total + sum(memory.in_backward.values())) // 2
+    assert memory.total == sum(memory.at_reduction.values()) > between
+    # A layer lets go of what it made, and the last one of nothing: there one byte is missing.
+    for budget, recomputes in ((between, True), (between, False), (memory.total - 1, False)):
+        plan = planner.find(constraints=whole, memory_budget_bytes=budget, recomputes=recomputes)
+        assert plan.memory.total <= budget
 
 
 def test_a_plan_whose_search_ended_before_any_bound_is_known_to_cost_something(

@@ -21,6 +21,7 @@ from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode
 from gt_autoparallel.plan.placement_plan import ModelSignature, PlacementPlan, SolverReport
 from gt_autoparallel.plan.plan_assembly import assemble_plan
 from gt_autoparallel.prices.costs import PlacementPrices, StepPrices
+from gt_autoparallel.prices.memory import plan_memory
 from gt_autoparallel.prices.microbatches import Microbatches
 from gt_autoparallel.problem.constraints import (
     Constraints,
@@ -216,7 +217,7 @@ class Planner:
             free = self._found(unlimited, relative_gap, time_limit_seconds)
             if free.report.proven:  # more time would find no other
                 self._unlimited[unlimited, relative_gap] = free
-        if budget is None or free.memory_bytes <= budget:
+        if budget is None or self._total_bytes(free, request) <= budget:
             return free
         least = _LEAST_SHARE * time_limit_seconds
         ends = max(started + time_limit_seconds, time.perf_counter() + least)
@@ -226,6 +227,18 @@ class Planner:
                 return mixed
         left = max(ends - time.perf_counter(), least)
         return self._found(request, relative_gap, left, free.options)
+
+    def _total_bytes(self, found: _Found, request: ResolvedRequest) -> int:
+        return plan_memory(
+            self.graph,
+            found.options,
+            self.mesh,
+            optimizer_state_copies=request.optimizer_state_copies,
+            recomputed=found.recomputed,
+            microbatches=request.microbatches,
+            loss_bytes=request.loss_bytes,
+            accumulates_gradients=request.accumulates_gradients,
+        ).total
 
     def _mixed(
         self,
@@ -256,7 +269,6 @@ class Planner:
         return _Found(
             options=placement.options_of_nodes(mixture),
             recomputed=placement.recomputed_nodes(mixture),
-            memory_bytes=max(mixture.memory_bytes),
             report=_solver_report(
                 placement,
                 objective_us=mixture.objective_us,
@@ -287,7 +299,6 @@ class Planner:
         return _Found(
             options=placement.options_of_nodes(solution.choices),
             recomputed=placement.recomputed_nodes(solution.choices),
-            memory_bytes=max(solution.memory_bytes),
             report=_solver_report(
                 placement,
                 objective_us=solution.objective_us,
@@ -398,9 +409,6 @@ class _Found:
     """Of each node."""
 
     recomputed: tuple[int, ...]
-    memory_bytes: float
-    """Of the memory row that takes most."""
-
     report: SolverReport
 
 

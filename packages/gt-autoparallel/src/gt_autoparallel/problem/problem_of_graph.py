@@ -9,8 +9,9 @@
 
 A node of the forward may run again in the backward (``saved_storages``): its compute and its
 operands' redistributions then count a second time, in the backward's window as far as windows count
-them. Bytes have a row for each layer that may make something again, with what it makes, one for
-each that reduces gradients, with what is in flight, and one for the loss (``prices.memory``).
+them. Bytes have a row for each layer that may make something again, with what it makes, and one for
+the loss; under a budget one for each layer that reduces gradients, with what is in flight
+(``prices.memory``).
 
 What of parameters' and gradients' own redistributions (``parameter_chains``) can hide goes to their
 windows' communication, all else counts in full. A gradient is not redistributed before its cast:
@@ -228,7 +229,8 @@ def placement_problem(
     }
     clustering = cluster_layers(graph, distinguished=described)
     known = {} if parts is None else parts
-    key = (clustering, recomputes)
+    is_limited = memory_budget_bytes is not None
+    key = (clustering, recomputes, is_limited)
     if key not in known:
         known[key] = problem_parts(
             PartsBuilder(
@@ -248,7 +250,7 @@ def placement_problem(
                 ),
                 has_loss=loss_bytes > 0,
                 gathered=gathered_parameters(graph),
-                reduced=reduced if recomputes else {},
+                reduced=reduced if is_limited else {},
             ),
             options_of,
             optimizer_state_copies,

@@ -14,10 +14,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gt_autoparallel.graph.layer_names import backward_window
+from gt_autoparallel.graph.layer_names import backward_window, window_scope
 from gt_autoparallel.graph.layouts import Layout, MeshShape
 from gt_autoparallel.graph.options import NodeOption
-from gt_autoparallel.graph.parameter_chains import ParameterMove
+from gt_autoparallel.graph.parameter_chains import ParameterMove, is_view_like
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, Use, Value
 from gt_autoparallel.prices.costs import StepPrices
 from gt_autoparallel.prices.memory import (
@@ -71,8 +71,8 @@ class ProblemParts:
     edges: tuple[Edge, ...]
 
 
-PartsKey = tuple[Clustering, bool]
-"""A clustering, and whether nodes may run again."""
+PartsKey = tuple[Clustering, bool, bool]
+"""A clustering, whether nodes may run again, and whether bytes have a limit."""
 
 LOSS_ROW = "loss"
 """Name of the memory row of the moment at which the loss is computed."""
@@ -283,11 +283,29 @@ class PartsBuilder:
                     passing = self._again_bytes(number, each) + self._ahead_bytes(number, each)
                 else:
                     passing = self._unreduced_bytes(number, each) + self._ahead_bytes(number, each)
-                    if self._first(number).kind != "parameter":
+                    if self._is_let_go(number):
                         passing -= self._kept_bytes(number, each, optimizer_state_copies)
                 of_classes.append(passing)
             found[place] = tuple(of_classes)
         return found
+
+    def _is_let_go(self, number: int) -> bool:
+        """Whether what nodes of a class keep is gone when their layers' backward ends.
+
+        A view that need not move may lie in what another layer made, whose backward is to come.
+        """
+        nodes = [self.graph.nodes[index] for index in self.clustering.members[number]]
+        return all(node.kind != "parameter" and self._keeps_own(node) for node in nodes)
+
+    def _keeps_own(self, node: PlacementNode) -> bool:
+        scope, viewed = window_scope(node), node
+        while is_view_like(viewed) and window_scope(viewed) == scope:
+            source = viewed.operands[0]
+            counts = self.saved.counts_while_kept(self.graph, source)
+            if counts and "aliased" in self._statuses(viewed):
+                return True  # "moved" is a storage of its own then
+            viewed = self.graph.nodes[source.node]
+        return window_scope(viewed) == scope
 
     def _again_bytes(self, number: int, choices: Sequence[Choice]) -> FloatArray:
         """[choices] Bytes that one node of a class makes again in the backward of its layer."""
