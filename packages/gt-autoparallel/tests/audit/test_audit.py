@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from plan_doubles import (
@@ -176,10 +176,10 @@ def test_a_lower_bound_above_the_plan_is_noticed(plan):
 
 
 def test_every_changed_byte_and_a_broken_budget_are_noticed(plan):
-    for part in ("parameters", "gradients", "optimizer_state", "saved_activations"):
-        memory = replace(plan.memory, **{part: getattr(plan.memory, part) + 1})
+    for part in fields(plan.memory):
+        memory = replace(plan.memory, **{part.name: getattr(plan.memory, part.name) + 1})
         (problem,) = problems(replace(plan, memory=memory))
-        assert problem.startswith(part.replace("_", " "))
+        assert problem.startswith(f"{part.name.replace('_', ' ')} ")
     budget = plan.memory.total
     assert problems(replace(plan, request=ResolvedRequest(memory_budget_bytes=budget))) == []
     assert problems(replace(plan, request=ResolvedRequest(memory_budget_bytes=budget - 1))) == [

@@ -18,7 +18,7 @@ def test_ddp_and_fsdp_differ_in_parameters_gathers_and_memory():
         "gradients of a rank: 2,048 -> 512 bytes (-1,536)\n"
         "optimizer state of a rank: 4,096 -> 1,024 bytes (-3,072)\n"
         "saved activations of a rank: 128 -> 1,152 bytes (+1,024)\n"
-        "let go of a rank: 0 -> 128 bytes (+128)\n"
+        "saved activations of a rank that are gone at a reduction: 0 -> 128 bytes (+128)\n"
         "reduce gradient: all_reduce along dp: 2 -> 0 launches, 2,048 -> 0 bytes\n"
         "reduce gradient: reduce_scatter along dp: 0 -> 2 launches, 0 -> 2,048 bytes\n"
         "unshard: all_gather along dp: 0 -> 2 launches, 0 -> 2,048 bytes\n"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from plan_doubles import DDP, FSDP, TENSOR_PARALLEL, P, plan_by_hand
 
+from gt_autoparallel.plan.numbers_as_text import size_text
 from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.plan.report import plan_report
 from gt_autoparallel.plan.report_page import report_page, write_report_page
@@ -123,6 +124,15 @@ def test_memory_is_a_bar_as_long_as_the_budget(plan):
         re.findall(r'<i class="(\w+)" style="width:([\d.]+)%" title', report_page(unlimited))
     )
     assert sum(map(float, widths.values())) == pytest.approx(100, abs=0.1)
+
+
+def test_memory_over_the_step_says_what_its_largest_column_leaves_out(plan):
+    drawn = sum(plan.memory.in_backward.values())
+    assert plan.memory.total > drawn
+    note = f"; at most {size_text(drawn)}"
+    assert f"{note}, without what is in flight</p>" in report_page(plan)
+    nothing = replace(plan, memory=replace(plan.memory, in_flight=0))
+    assert f"{note}</p>" in report_page(nothing)
 
 
 def test_reasons_open_on_click_and_only_where_there_are_some(plan):

@@ -291,3 +291,31 @@ def test_lists_everything_that_is_wrong_with_blocks() -> None:
         "variable 'kept?' is in two blocks; edge 'between' ends in two blocks; "
         "edge 'within' ends in a block that does not have its window"
     )
+
+
+def test_lists_everything_that_is_wrong_with_passing_bytes() -> None:
+    problem = shelves(26.0)
+    (block,) = problem.blocks
+    passing = {
+        0: (np.array([0.0]),),
+        1: (np.array([0.0, np.inf]),),
+        2: (np.array([0.0, 2.0]),),
+        -1: (np.array([0.0, 2.0]),),
+    }
+    others = replace(
+        block, name="others", variables=(1,), passing_bytes={1: block.passing_bytes[0]}
+    )
+    wrong = replace(
+        problem,
+        variables=(problem.variables[0], replace(problem.variables[0], name="lent?")),
+        blocks=(replace(block, passing_bytes=passing), others),
+    )
+    with pytest.raises(PlacementInputError) as error:
+        solve_mixed(wrong, relative_gap=0.1, time_limit_seconds=1.0)
+    assert str(error.value) == (
+        "placement problem: block 'shelves': passing bytes of 'kept?' have shape (1,); its options "
+        "ask for (2,); block 'shelves': passing bytes of 'kept?' are not all finite; "
+        "block 'shelves': has passing bytes in memory row 2, which does not exist; "
+        "block 'shelves': has passing bytes in memory row -1, which does not exist; "
+        "memory row 'elsewhere' has passing bytes of two blocks"
+    )

@@ -149,8 +149,7 @@ def _lines(comparison: PlanComparison) -> Iterator[str]:
         ours = getattr(comparison.first_memory, field.name)
         theirs = getattr(comparison.second_memory, field.name)
         if ours != theirs:
-            what = field.name.replace("_", " ")
-            yield f"{what} of a rank: {ours:,} -> {theirs:,} bytes ({theirs - ours:+,})"
+            yield f"{_what(field.name)}: {ours:,} -> {theirs:,} bytes ({theirs - ours:+,})"
     for each in comparison.collectives:
         yield (
             f"{each.what}: {each.first_count} -> {each.second_count} launches, "
@@ -160,6 +159,13 @@ def _lines(comparison: PlanComparison) -> Iterator[str]:
     yield from _layout_lines("node", comparison.nodes)
     if comparison.is_same_placement:
         yield "every tensor is placed the same"
+
+
+def _what(field: str) -> str:
+    """Of ``MemoryBreakdown``, in words; more of what is let go is less memory."""
+    if field == "let_go":
+        return "saved activations of a rank that are gone at a reduction"
+    return f"{field.replace('_', ' ')} of a rank"
 
 
 def _layout_lines(what: str, changes: tuple[ChangedLayout, ...]) -> Iterator[str]:

@@ -179,10 +179,11 @@ def _memory_over_step(plan: PlacementPlan) -> str:
     highest = max([1, *(each.total for each in moments)])
     columns = "\n".join(_column(each, highest) for each in moments)
     first, last = moments[0].window, moments[-1].window
+    not_drawn = ", without what is in flight" if plan.memory.in_flight else ""
     return (
         f'<div class="step" role="img" aria-label="memory of each rank over a step">\n{columns}\n'
         f'</div>\n<p class="note">from {escape(first)} to {escape(last)}; at most '
-        f"{size_text(highest)}</p>"
+        f"{size_text(highest)}{not_drawn}</p>"
     )
 
 

@@ -61,6 +61,7 @@ def check_blocks(problem: Problem) -> None:
         PlacementInputError: lists every violation.
     """
     block_of: dict[int, int] = {}
+    block_of_row: dict[int, int] = {}
     violations: list[str] = []
     for number, block in enumerate(problem.blocks):
         violations += [f"block {block.name!r}: {text}" for text in _of_block(problem, block)]
@@ -68,6 +69,11 @@ def check_blocks(problem: Problem) -> None:
             f"variable {problem.variables[variable].name!r} is in two blocks"
             for variable in block.variables
             if block_of.setdefault(variable, number) != number
+        ]
+        violations += [
+            f"memory row {problem.memory[row].name!r} has passing bytes of two blocks"
+            for row in block.passing_bytes
+            if row in range(len(problem.memory)) and block_of_row.setdefault(row, number) != number
         ]
     for edge in problem.edges:
         blocks = {block_of[end] for end in (edge.left, edge.right) if end in block_of}
@@ -81,11 +87,9 @@ def check_blocks(problem: Problem) -> None:
 
 
 def _of_block(problem: Problem, block: Block) -> list[str]:
-    violations = [
-        f"has passing bytes of {len(passing)} variables, and {len(block.variables)} variables"
-        for passing in block.passing_bytes.values()
-        if len(passing) != len(block.variables)
-    ]
+    violations: list[str] = []
+    for row, passing in block.passing_bytes.items():
+        violations += _of_passing(problem, block, row, passing)
     violations += [
         f"window {problem.windows[window].name!r} has multiplicity "
         f"{problem.windows[window].multiplicity}; it must be one for each of {block.size} things"
@@ -97,6 +101,26 @@ def _of_block(problem: Problem, block: Block) -> list[str]:
         own = () if variable.window is None else (variable.window,)
         if not {*own, *variable.further_compute_us} <= {*block.windows}:
             violations.append(f"variable {variable.name!r} computes in a window of others")
+    return violations
+
+
+def _of_passing(
+    problem: Problem, block: Block, row: int, passing: Sequence[FloatArray]
+) -> list[str]:
+    if row not in range(len(problem.memory)):
+        return [f"has passing bytes in memory row {row!r}, which does not exist"]
+    if len(passing) != len(block.variables):
+        return [
+            f"has passing bytes of {len(passing)} variables, and {len(block.variables)} variables"
+        ]
+    variables = [problem.variables[number] for number in block.variables]
+    violations = []
+    for variable, values in zip(variables, passing, strict=True):
+        name, count = f"passing bytes of {variable.name!r}", len(variable.cost_us)
+        if values.shape != (count,):
+            violations.append(f"{name} have shape {values.shape}; its options ask for {(count,)}")
+        elif not np.isfinite(values).all():
+            violations.append(f"{name} are not all finite")
     return violations
 
 
