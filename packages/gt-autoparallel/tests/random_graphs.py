@@ -108,7 +108,8 @@ def random_graph(rng: random.Random, *, num_operators: int, num_layers: int) -> 
     """A graph of that many forward operators in each of that many layers (0: no layers)."""
     writer = GraphWriter()
     square = spec(_SIZE, _SIZE)
-    shared = writer.add("parameter", "w", outputs=[square], name="w")
+    if not num_layers:
+        shared = writer.add("parameter", "w", outputs=[square], name="w")
     x = writer.add("input", "x", outputs=[square], name="x")
     plan = [rng.choice(("relu", "add", "same", "mm", "tied", "t", "split", "split", "mul"))
             for _ in range(num_operators)]  # fmt: skip
@@ -116,10 +117,11 @@ def random_graph(rng: random.Random, *, num_operators: int, num_layers: int) -> 
     saved: list[tuple[str, Value, Value]] = []
     for layer in range(max(num_layers, 1)):
         module = f"layers.{layer}" if num_layers else ""
-        weight = shared
         if num_layers:
             name = f"{module}.w"
             weight = writer.add("parameter", name, outputs=[square], name=name, module=module)
+        else:
+            weight = shared
         x = _forward(writer, plan, x, weight, module)
         saved.append((module, x, weight))
     writer.add("output", "output", x, name="output")
