@@ -23,8 +23,8 @@ from gt_autoparallel.graph.placement_graph import PlacementNode
 from gt_autoparallel.plan.layer_ranges import ranged_rows
 from gt_autoparallel.plan.placement_plan import PlacementPlan, plan_problem
 from gt_autoparallel.planner import Planner
-from gt_autoparallel.prices.memory import plan_memory
 from gt_autoparallel.problem.problem_of_graph import PlacementProblem
+from gt_autoparallel.problem.requested_memory import requested_memory
 from gt_autoparallel.solver import WarmStart, solve
 from gt_autoparallel.solver.problem import Problem
 
@@ -328,16 +328,8 @@ def _alternative(
             impossible=str(error).splitlines()[0],
         )
     options = placement.options_of_nodes(solution.choices)
-    memory = plan_memory(
-        plan.graph,
-        options,
-        plan.mesh,
-        optimizer_state_copies=plan.request.optimizer_state_copies,
-        recomputed=placement.recomputed_nodes(solution.choices),
-        microbatches=plan.request.microbatches,
-        loss_bytes=plan.request.loss_bytes,
-        accumulates_gradients=plan.request.accumulates_gradients,
-    )
+    recomputed = placement.recomputed_nodes(solution.choices)
+    memory = requested_memory(plan.graph, options, plan.mesh, plan.request, recomputed=recomputed)
     asked_about = set(placement.clustering.members[number])
     moved = sum(
         _layout(node, ours) != _layout(node, theirs)

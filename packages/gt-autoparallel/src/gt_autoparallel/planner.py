@@ -21,7 +21,6 @@ from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode
 from gt_autoparallel.plan.placement_plan import ModelSignature, PlacementPlan, SolverReport
 from gt_autoparallel.plan.plan_assembly import assemble_plan
 from gt_autoparallel.prices.costs import PlacementPrices, StepPrices
-from gt_autoparallel.prices.memory import plan_memory
 from gt_autoparallel.prices.microbatches import Microbatches
 from gt_autoparallel.problem.constraints import (
     Constraints,
@@ -40,6 +39,7 @@ from gt_autoparallel.problem.recomputed_choices import (
     without_idle_work,
 )
 from gt_autoparallel.problem.redistribution_tables import RedistributionTables
+from gt_autoparallel.problem.requested_memory import requested_memory
 from gt_autoparallel.request_checks import check_mesh_of_graph, check_request
 from gt_autoparallel.rules import check_operators, node_options, uncut_attention
 from gt_autoparallel.rules.experts import expert_options
@@ -217,7 +217,12 @@ class Planner:
             free = self._found(unlimited, relative_gap, time_limit_seconds)
             if free.report.proven:  # more time would find no other
                 self._unlimited[unlimited, relative_gap] = free
-        if budget is None or self._total_bytes(free, request) <= budget:
+        if budget is None:
+            return free
+        memory = requested_memory(
+            self.graph, free.options, self.mesh, request, recomputed=free.recomputed
+        )
+        if memory.total <= budget:
             return free
         least = _LEAST_SHARE * time_limit_seconds
         ends = max(started + time_limit_seconds, time.perf_counter() + least)
@@ -227,18 +232,6 @@ class Planner:
                 return mixed
         left = max(ends - time.perf_counter(), least)
         return self._found(request, relative_gap, left, free.options)
-
-    def _total_bytes(self, found: _Found, request: ResolvedRequest) -> int:
-        return plan_memory(
-            self.graph,
-            found.options,
-            self.mesh,
-            optimizer_state_copies=request.optimizer_state_copies,
-            recomputed=found.recomputed,
-            microbatches=request.microbatches,
-            loss_bytes=request.loss_bytes,
-            accumulates_gradients=request.accumulates_gradients,
-        ).total
 
     def _mixed(
         self,

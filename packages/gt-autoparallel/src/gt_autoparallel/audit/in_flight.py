@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gt_autoparallel.audit.parameter_ways import before_gradients, gathering_nodes
+from gt_autoparallel.audit.parameter_ways import gathering_nodes, made_gradients
 from gt_autoparallel.audit.recomputation_checks import scope
 from gt_autoparallel.audit.shards import shard_bytes
 from gt_autoparallel.audit.viewed_storage import viewed_operand
@@ -51,15 +51,9 @@ def most_in_flight(
 def _unreduced(plan: PlacementPlan) -> Mapping[str, int]:
     if plan.request.microbatches is not None:
         return {}
-    nodes, passing_on = plan.graph.nodes, before_gradients(plan.graph.nodes)
+    nodes = plan.graph.nodes
     widest: dict[Value, int] = {}
-    for node in plan.graph.of_kind("gradient"):
-        value = node.operands[0]
-        reduced_as = plan.graph.spec(value).dtype
-        while value.node in passing_on:
-            if nodes[value.node].kind == "share":
-                reduced_as = plan.graph.spec(value).dtype
-            value = nodes[value.node].operands[0]
+    for value, reduced_as in made_gradients(plan.graph):
         made = plan.graph.spec(value)
         both = [replace(made, dtype=dtype) for dtype in (made.dtype, reduced_as)]
         layout = plan.layout(value)

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, replace
 
 from gt_autoparallel.audit.in_flight import gathered_ahead, most_in_flight
-from gt_autoparallel.audit.parameter_ways import before_gradients, gathering_nodes
+from gt_autoparallel.audit.parameter_ways import gathering_nodes, made_gradients
 from gt_autoparallel.audit.recomputation_checks import most_recomputed, scope
 from gt_autoparallel.audit.shards import shard_bytes
 from gt_autoparallel.audit.viewed_storage import viewed_operand
@@ -145,15 +145,8 @@ def _node_of(storage: object) -> int:
 
 def _sums(plan: PlacementPlan) -> dict[Value, int]:
     """Bytes of what microbatches add up for each gradient, in the dtype of its reduction."""
-    nodes, passing_on = plan.graph.nodes, before_gradients(plan.graph.nodes)
     found: dict[Value, int] = {}
-    for node in plan.graph.of_kind("gradient"):
-        value = node.operands[0]
-        reduced_as = plan.graph.spec(value).dtype
-        while value.node in passing_on:
-            if nodes[value.node].kind == "share":
-                reduced_as = plan.graph.spec(value).dtype
-            value = nodes[value.node].operands[0]
+    for value, reduced_as in made_gradients(plan.graph):
         spec = replace(plan.graph.spec(value), dtype=reduced_as)
         num_bytes = shard_bytes(spec, plan.layout(value), plan.mesh.sizes)
         found[value] = max(num_bytes, found.get(value, 0))

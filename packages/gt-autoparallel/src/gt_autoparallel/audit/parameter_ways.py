@@ -6,9 +6,12 @@ The audit's own opinion: ``graph/parameter_chains.py`` is checked by it, and not
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
 
 from gt_autoparallel._torch_internals import OpOverload, operator_path
-from gt_autoparallel.graph.placement_graph import PlacementNode
+from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, Value
 
 
 def after_parameters(nodes: tuple[PlacementNode, ...]) -> set[int]:
@@ -58,3 +61,16 @@ def _only_views(node: PlacementNode) -> bool:
         return False
     returned = node.target._schema.returns
     return bool(returned) and all(each.alias_info is not None for each in returned)
+
+
+def made_gradients(graph: PlacementGraph) -> Iterator[tuple[Value, torch.dtype]]:
+    """What the backward makes for each gradient, and the dtype in which it is reduced."""
+    passing_on = before_gradients(graph.nodes)
+    for node in graph.of_kind("gradient"):
+        value = node.operands[0]
+        reduced_as = graph.spec(value).dtype
+        while value.node in passing_on:
+            if graph.nodes[value.node].kind == "share":
+                reduced_as = graph.spec(value).dtype
+            value = graph.nodes[value.node].operands[0]
+        yield value, reduced_as

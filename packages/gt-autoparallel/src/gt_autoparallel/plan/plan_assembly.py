@@ -25,8 +25,8 @@ from gt_autoparallel.plan.placement_plan import (
     SolverReport,
 )
 from gt_autoparallel.prices.costs import StepPrices
-from gt_autoparallel.prices.memory import plan_memory
 from gt_autoparallel.problem.constraints import ResolvedRequest
+from gt_autoparallel.problem.requested_memory import requested_memory
 from gt_autoparallel.rules import replicated_operators
 
 
@@ -104,16 +104,7 @@ def assemble_plan(
             )
             for name, times in compute.items()
         ),
-        memory=plan_memory(
-            graph,
-            options,
-            mesh,
-            optimizer_state_copies=request.optimizer_state_copies,
-            recomputed=runs_again,
-            microbatches=request.microbatches,
-            loss_bytes=request.loss_bytes,
-            accumulates_gradients=request.accumulates_gradients,
-        ),
+        memory=requested_memory(graph, options, mesh, request, recomputed=runs_again),
         request=request,
         prices=prices,
         solver=solver,

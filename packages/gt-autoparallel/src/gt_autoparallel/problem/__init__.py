@@ -5,8 +5,10 @@
     constraints            what a user demands, resolved to single nodes
     clustering             alike layers share their choices
     redistribution_tables  prices of every way from one layout to another
-    problem_of_graph, problem_parts
-                           the whole problem; what of it does not depend on budget and constraints
+    problem_of_graph, problem_parts, memory_parts, choices
+                           the whole problem; what of it does not depend on budget and constraints:
+                           times and edges, bytes by moment, and what is chosen between
+    requested_memory       bytes of a plan for a request
     axis_styles, tensor_parallel_names
                            plans that experts write by hand (DDP, FSDP, TP, EP), as constraints
     alike_layers           which layers may choose differently from each other

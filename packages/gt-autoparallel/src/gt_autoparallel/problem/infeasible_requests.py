@@ -6,9 +6,10 @@ import math
 
 from gt_autoparallel.errors import InfeasiblePlacementError
 from gt_autoparallel.graph.layouts import MeshShape
-from gt_autoparallel.prices.memory import MemoryBreakdown, plan_memory
+from gt_autoparallel.prices.memory import MemoryBreakdown
 from gt_autoparallel.problem.constraints import ResolvedRequest, placements_text
 from gt_autoparallel.problem.problem_of_graph import PlacementProblem
+from gt_autoparallel.problem.requested_memory import requested_memory
 from gt_autoparallel.solver import ForbiddenPairsError, MemoryBudgetError
 
 _GIB = 2**30
@@ -58,16 +59,8 @@ def _shortage(
     # Rows are of several moments: a plan has to keep all of them.
     shortage = max(error.shortages, key=lambda each: each.minimum_bytes)
     options = placement.options_of_nodes(error.frugal)
-    smallest = plan_memory(
-        placement.graph,
-        options,
-        mesh,
-        optimizer_state_copies=request.optimizer_state_copies,
-        recomputed=placement.recomputed_nodes(error.frugal),
-        microbatches=request.microbatches,
-        loss_bytes=request.loss_bytes,
-        accumulates_gradients=request.accumulates_gradients,
-    )
+    recomputed = placement.recomputed_nodes(error.frugal)
+    smallest = requested_memory(placement.graph, options, mesh, request, recomputed=recomputed)
     budget, least = shortage.budget_bytes, shortage.minimum_bytes
     taken = "" if smallest.total <= least else f"; one takes {_size(smallest.total)}"
     return (

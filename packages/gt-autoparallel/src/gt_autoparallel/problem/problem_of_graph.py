@@ -46,11 +46,11 @@ from gt_autoparallel.prices.microbatches import (
 from gt_autoparallel.prices.recomputability import experts_of
 from gt_autoparallel.prices.saved_storages import SavedStorages, Status, saved_storages
 from gt_autoparallel.problem.alike_layers import crossing_nodes, layer_blocks, members_by_layer
+from gt_autoparallel.problem.choices import Choice
 from gt_autoparallel.problem.clustering import Clustering, cluster_layers
 from gt_autoparallel.problem.constraints import LayoutConstraint
+from gt_autoparallel.problem.memory_parts import LOSS_ROW, MemoryBuilder
 from gt_autoparallel.problem.problem_parts import (
-    LOSS_ROW,
-    Choice,
     OptionsOf,
     PartsBuilder,
     PartsKey,
@@ -245,6 +245,13 @@ def placement_problem(
                 tables=RedistributionTables(mesh, prices) if tables is None else tables,
                 times={} if times is None else times,
                 forward_of={backward: forward for forward, backward in experts_of(graph).items()},
+            ),
+            MemoryBuilder(
+                graph=graph,
+                mesh=mesh,
+                clustering=clustering,
+                saved=saved,
+                optimizer_state_copies=optimizer_state_copies,
                 gradients=gradient_copies(
                     microbatches, accumulates_gradients=accumulates_gradients
                 ),
@@ -253,7 +260,6 @@ def placement_problem(
                 reduced=reduced if is_limited else {},
             ),
             options_of,
-            optimizer_state_copies,
         )
     found = known[key]
     # Without a limit, bytes still decide between plans of equal cost.
@@ -269,7 +275,7 @@ def placement_problem(
                 cost_us=np.where(allowed, 0.0, np.inf),
                 window=clustering.window_of_class[number],
                 window_compute_us=found.compute_us[number],
-                memory_bytes=found.memory_bytes[number],
+                memory_bytes=found.memory.num_bytes[number],
                 further_compute_us=found.again_us[number],
             )
         )
@@ -277,8 +283,8 @@ def placement_problem(
         graph,
         clustering,
         crossing=crossing_nodes(graph),
-        passing_bytes=found.passing_bytes,
-        rows_of_window=found.rows_of_window,
+        passing_bytes=found.memory.passing_bytes,
+        rows_of_window=found.memory.rows_of_window,
     )
     problem = Problem(
         variables=tuple(variables),
@@ -293,7 +299,7 @@ def placement_problem(
                 budget_bytes=budget,
                 fixed_bytes=float(loss_bytes) if name == LOSS_ROW else 0.0,
             )
-            for name in found.memory_rows
+            for name in found.memory.rows
         ),
         blocks=blocks if recomputes else (),
     )

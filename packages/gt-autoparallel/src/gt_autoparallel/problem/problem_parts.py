@@ -1,7 +1,7 @@
 """What problems of one clustering have in common: choices of variables, their prices, and edges.
 
 Times are those of one node or use of a class, for windows to multiply, or of all of them where they
-count in full; bytes are those of all nodes of a class.
+count in full. Bytes are in ``memory_parts``.
 """
 
 from __future__ import annotations
@@ -9,26 +9,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gt_autoparallel.graph.layer_names import backward_window, window_scope
 from gt_autoparallel.graph.layouts import Layout, MeshShape
 from gt_autoparallel.graph.options import NodeOption
-from gt_autoparallel.graph.parameter_chains import ParameterMove, is_view_like
+from gt_autoparallel.graph.parameter_chains import ParameterMove
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, Use, Value
 from gt_autoparallel.prices.costs import StepPrices
-from gt_autoparallel.prices.memory import (
-    GradientCopies,
-    gradient_bytes,
-    option_bytes,
-    recomputed_bytes,
-    unreduced_bytes,
-)
 from gt_autoparallel.prices.saved_storages import SavedStorages, Status
+from gt_autoparallel.problem.choices import Choice, backward_name, first_node, runs_again
 from gt_autoparallel.problem.clustering import Clustering
+from gt_autoparallel.problem.memory_parts import MemoryBuilder, MemoryParts
 from gt_autoparallel.problem.redistribution_tables import (
     RedistributionTable,
     RedistributionTables,
@@ -40,14 +33,6 @@ OptionsOf = Callable[[PlacementNode], tuple[NodeOption, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """One option of a variable: an option of its nodes, and what becomes of their result."""
-
-    option: NodeOption
-    status: Status | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemParts:
     """What problems of one clustering have in common, whatever budget and constraints are."""
 
@@ -56,35 +41,19 @@ class ProblemParts:
     again_us: tuple[Mapping[int, FloatArray], ...]
     """Of each variable, as ``Variable.further_compute_us``."""
 
-    memory_rows: tuple[str, ...]
-    """Names of the rows."""
-
-    memory_bytes: tuple[tuple[FloatArray, ...], ...]
-    """Of each variable, for each row."""
-
-    passing_bytes: Mapping[int, tuple[FloatArray, ...]]
-    """As ``Block.passing_bytes``, of each variable, for the rows of kinds of layers."""
-
-    rows_of_window: Mapping[str, tuple[int, ...]]
-    """The rows of each kind of layers, by the name of its backward's window."""
-
+    memory: MemoryParts
     edges: tuple[Edge, ...]
 
 
 PartsKey = tuple[Clustering, bool, bool]
 """A clustering, whether nodes may run again, and whether bytes have a limit."""
 
-LOSS_ROW = "loss"
-"""Name of the memory row of the moment at which the loss is computed."""
-
 
 def problem_parts(
-    builder: PartsBuilder, options_of: OptionsOf, optimizer_state_copies: float
+    builder: PartsBuilder, memory: MemoryBuilder, options_of: OptionsOf
 ) -> ProblemParts:
-    """The parts that ``builder`` makes of the options of nodes."""
+    """The parts that ``builder`` and ``memory`` make of the options of nodes."""
     choices = builder.choices(options_of)
-    rows = builder.memory_rows(choices)
-    passing_bytes = builder.passing_bytes(rows, choices, optimizer_state_copies)
     compute_us = tuple(builder.compute_us(*each) for each in enumerate(choices))
     return ProblemParts(
         choices=choices,
@@ -93,33 +62,9 @@ def problem_parts(
             builder.again_us(number, each, compute_us[number])
             for number, each in enumerate(choices)
         ),
-        memory_rows=tuple(row.name for row in rows),
-        memory_bytes=builder.memory_bytes(rows, choices, optimizer_state_copies, passing_bytes),
-        passing_bytes=passing_bytes,
-        rows_of_window=_rows_of_window(rows),
+        memory=memory.parts(choices),
         edges=(*builder.use_edges(choices), *builder.link_edges(choices)),
     )
-
-
-Moment = Literal["backward", "reduction", "loss"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    """A moment of which bytes are counted: of the backward of a kind of layers, or of the loss."""
-
-    name: str
-    moment: Moment
-    window: str | None = None
-    """Of a kind's backward; None if it is of no kind."""
-
-
-def _rows_of_window(rows: Sequence[_Row]) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
-    for number, row in enumerate(rows):
-        if row.window is not None:
-            found[row.window] = (*found.get(row.window, ()), number)
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,17 +94,6 @@ class PartsBuilder:
 
     forward_of: Mapping[int, int]
     """From the backward of routed experts to its forward."""
-
-    gradients: GradientCopies
-    has_loss: bool
-    """Whether the loss takes memory of its own: else the backward is always the fuller moment."""
-
-    gathered: frozenset[int]
-    """Nodes that make parameters what they are computed with."""
-
-    reduced: Mapping[Value, int]
-    """What becomes a gradient -> bytes of an element when it is reduced; empty if nothing counts
-    that is not reduced yet."""
 
     def choices(self, options_of: OptionsOf) -> tuple[tuple[Choice, ...], ...]:
         """For each class its nodes' options, with what may become of the results."""
@@ -210,174 +144,18 @@ class PartsBuilder:
         self, number: int, choices: Sequence[Choice], compute_us: FloatArray
     ) -> dict[int, FloatArray]:
         """The window in which a node of a class runs again -> [choices] its time there."""
-        again = _runs_again(choices)
+        again = runs_again(choices)
         if not again.any():
             return {}
         times = np.where(again, compute_us, 0.0)
         return {self._backward_window(number): times} if times.any() else {}
 
-    def memory_rows(self, choices: Sequence[Sequence[Choice]]) -> tuple[_Row, ...]:
-        """A row for the backward of each kind of layer that may make something again.
-
-        One if there is none; one for the reduction of each kind's gradients, and one for the loss.
-        """
-        making: dict[str, None] = {}
-        reducing: dict[str, None] = {}
-        for number, each in enumerate(choices):
-            name = self._backward_name(number)
-            if _makes_again(each).any():
-                making[name] = None
-            if self._unreduced_bytes(number, each).any():
-                reducing[name] = None
-        rows = [_Row(name=name, moment="backward", window=name) for name in making]
-        rows = rows or [_Row(name="memory", moment="backward")]
-        rows += [
-            _Row(name=f"{name}, reduction", moment="reduction", window=name) for name in reducing
-        ]
-        loss = [_Row(name=LOSS_ROW, moment="loss")] if self.has_loss else []
-        return (*rows, *loss)
-
-    def memory_bytes(
-        self,
-        rows: Sequence[_Row],
-        choices: Sequence[Sequence[Choice]],
-        optimizer_state_copies: float,
-        passing_bytes: Mapping[int, Sequence[FloatArray]],
-    ) -> tuple[tuple[FloatArray, ...], ...]:
-        """For each class and each row [choices]: what is there of the class at that moment."""
-        found = []
-        for number, each in enumerate(choices):
-            size = len(self.clustering.members[number])
-            kept = self._kept_bytes(number, each, optimizer_state_copies) * size
-            gradients = self._gradient_bytes(number, each)
-            copies = {"loss": self.gradients.at_loss}
-            of_rows = [
-                kept + gradients * copies.get(row.moment, self.gradients.in_backward)
-                for row in rows
-            ]
-            for row, passing in passing_bytes.items():
-                of_rows[row] = of_rows[row] + passing[number]
-            found.append(tuple(of_rows))
-        return tuple(found)
-
-    def passing_bytes(
-        self,
-        rows: Sequence[_Row],
-        choices: Sequence[Sequence[Choice]],
-        optimizer_state_copies: float,
-    ) -> dict[int, tuple[FloatArray, ...]]:
-        """For each row of a kind, and each class, [choices] bytes that one node has only then.
-
-        Where gradients are reduced these are in flight, and what the layer has saved is gone.
-        """
-        found: dict[int, tuple[FloatArray, ...]] = {}
-        for place, row in enumerate(rows):
-            if row.window is None:
-                continue
-            of_classes = []
-            for number, each in enumerate(choices):
-                here = self._backward_name(number) == row.window
-                if not here:
-                    passing = np.zeros(len(each))
-                elif row.moment == "backward":
-                    passing = self._again_bytes(number, each) + self._ahead_bytes(number, each)
-                else:
-                    passing = self._unreduced_bytes(number, each) + self._ahead_bytes(number, each)
-                    if self._is_let_go(number):
-                        passing -= self._kept_bytes(number, each, optimizer_state_copies)
-                of_classes.append(passing)
-            found[place] = tuple(of_classes)
-        return found
-
-    def _is_let_go(self, number: int) -> bool:
-        """Whether what nodes of a class keep is gone when their layers' backward ends.
-
-        A view that need not move may lie in what another layer made, whose backward is to come.
-        """
-        nodes = [self.graph.nodes[index] for index in self.clustering.members[number]]
-        return all(node.kind != "parameter" and self._keeps_own(node) for node in nodes)
-
-    def _keeps_own(self, node: PlacementNode) -> bool:
-        scope, viewed = window_scope(node), node
-        while is_view_like(viewed) and window_scope(viewed) == scope:
-            source = viewed.operands[0]
-            counts = self.saved.counts_while_kept(self.graph, source)
-            if counts and "aliased" in self._statuses(viewed):
-                return True  # "moved" is a storage of its own then
-            viewed = self.graph.nodes[source.node]
-        return window_scope(viewed) == scope
-
-    def _again_bytes(self, number: int, choices: Sequence[Choice]) -> FloatArray:
-        """[choices] Bytes that one node of a class makes again in the backward of its layer."""
-        node = self._first(number)
-        made = [
-            recomputed_bytes(
-                self.graph,
-                node,
-                choice.option,
-                self.mesh,
-                keeps_products=choice.status == "products",
-            )
-            / self.saved.num_graphs
-            if again
-            else 0.0
-            for choice, again in zip(choices, _makes_again(choices).tolist(), strict=True)
-        ]
-        return np.array(made, dtype=np.float64)
-
-    def _ahead_bytes(self, number: int, choices: Sequence[Choice]) -> FloatArray:
-        """[choices] Bytes that are gathered ahead of a layer, as many as one node gathers again."""
-        if self._first(number).index in self.gathered:
-            return self._again_bytes(number, choices)
-        return np.zeros(len(choices))
-
-    def _unreduced_bytes(self, number: int, choices: Sequence[Choice]) -> FloatArray:
-        """[choices] Bytes of gradients that one node makes and that are then reduced."""
-        node = self._first(number)
-        single = [
-            unreduced_bytes(self.graph, node, choice.option, self.mesh, reduced=self.reduced)
-            for choice in choices
-        ]
-        return np.array(single, dtype=np.float64)
-
     def _backward_window(self, number: int) -> int:
-        return self.clustering.window_names.index(self._backward_name(number))
-
-    def _backward_name(self, number: int) -> str:
-        node = self._first(number)
-        if node.phase == "backward":
-            return self.clustering.window_names[self.clustering.window_of_class[number]]
-        return backward_window(node)
-
-    def _kept_bytes(
-        self, number: int, choices: Sequence[Choice], optimizer_state_copies: float
-    ) -> FloatArray:
-        """[choices] Bytes of one node of a class from the forward on."""
-        single = [
-            option_bytes(
-                self.graph,
-                self._first(number),
-                choice.option,
-                self.mesh,
-                saved=self.saved,
-                status=choice.status,
-                optimizer_state_copies=optimizer_state_copies,
-            )
-            for choice in choices
-        ]
-        return np.array(single, dtype=np.float64)
-
-    def _gradient_bytes(self, number: int, choices: Sequence[Choice]) -> FloatArray:
-        """[choices] Bytes of parameters' gradients that all nodes of a class make."""
-        node, accumulated = self._first(number), self.saved.accumulated
-        single = [
-            gradient_bytes(self.graph, node, choice.option, self.mesh, accumulated=accumulated)
-            for choice in choices
-        ]
-        return np.array(single, dtype=np.float64) * len(self.clustering.members[number])
+        name = backward_name(self.graph, self.clustering, number)
+        return self.clustering.window_names.index(name)
 
     def _first(self, number: int) -> PlacementNode:
-        return self.graph.nodes[self.clustering.members[number][0]]
+        return first_node(self.graph, self.clustering, number)
 
     def use_edges(self, choices: Sequence[Sequence[Choice]]) -> list[Edge]:
         """One edge for all uses of the same place in alike nodes by the same place in others."""
@@ -531,17 +309,6 @@ def equality_edge(
         window=None,
         window_communication_us=np.zeros(cost.shape),
     )
-
-
-def _runs_again(choices: Sequence[Choice]) -> NDArray[np.bool_]:
-    """[choices] Whether nodes of a class run again."""
-    return np.array([choice.status == "recomputed" for choice in choices])
-
-
-def _makes_again(choices: Sequence[Choice]) -> NDArray[np.bool_]:
-    """[choices] Whether memory has in the backward what nodes of a class make again there."""
-    again = ("recomputed", "products", "repeated")
-    return np.array([choice.status in again for choice in choices])
 
 
 def _linked_layouts(node: PlacementNode, option: NodeOption) -> Hashable:
