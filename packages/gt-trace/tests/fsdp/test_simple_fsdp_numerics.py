@@ -1,4 +1,4 @@
-"""``simple_fsdp`` against torch's FSDP2: 8 Adam steps from the same start on the same batches.
+"""``simple_fsdp`` against torch's FSDP2: Adam steps from the same start on the same batches.
 
 With two ranks in each reduction the two agree to the last bit. With four, gloo adds the ranks'
 values in an order that depends on where in a message a value stands; FSDP2 sends many gradients
@@ -18,6 +18,9 @@ from fsdp_cases import (
 from gt_trace.testing import GlooWorkers
 
 STEPS = 8
+LONG = 20
+
+AS_LONG = pytest.mark.parametrize("num_steps", [STEPS, pytest.param(LONG, marks=pytest.mark.slow)])
 
 BITWISE_ON_2 = [
     Cell(mode="replicate", extents=(2,)),
@@ -49,32 +52,38 @@ NEAR_ON_4 = [
 ]
 
 
+@AS_LONG
 @pytest.mark.parametrize("cell", BITWISE_ON_2, ids=str)
-def test_two_ranks_train_bitwise_as_fsdp2(two: GlooWorkers, cell: Cell) -> None:
-    for ours in two.run(compare_with_fsdp2, cell, STEPS):
+def test_two_ranks_train_bitwise_as_fsdp2(two: GlooWorkers, cell: Cell, num_steps: int) -> None:
+    for ours in two.run(compare_with_fsdp2, cell, num_steps):
         assert ours.is_bitwise, ours
         assert ours.placements_agree
 
 
-def test_replicate_trains_bitwise_as_distributed_data_parallel(two: GlooWorkers) -> None:
+@AS_LONG
+def test_replicate_trains_bitwise_as_distributed_data_parallel(
+    two: GlooWorkers, num_steps: int
+) -> None:
     # It divides before the reduction and we after it: for a power of two that is the same.
-    assert two.run(matches_distributed_data_parallel, STEPS) == [True, True]
+    assert two.run(matches_distributed_data_parallel, num_steps) == [True, True]
 
 
+@AS_LONG
 @pytest.mark.parametrize("cell", BITWISE_ON_4, ids=str)
 def test_four_ranks_train_bitwise_as_fsdp2_where_two_reduce_or_messages_agree(
-    four: GlooWorkers, cell: Cell
+    four: GlooWorkers, cell: Cell, num_steps: int
 ) -> None:
-    for ours in four.run(compare_with_fsdp2, cell, STEPS):
+    for ours in four.run(compare_with_fsdp2, cell, num_steps):
         assert ours.is_bitwise, ours
         assert ours.placements_agree
 
 
+@AS_LONG
 @pytest.mark.parametrize("cell", NEAR_ON_4, ids=str)
 def test_four_ranks_train_as_fsdp2_up_to_the_order_of_summation(
-    four: GlooWorkers, cell: Cell
+    four: GlooWorkers, cell: Cell, num_steps: int
 ) -> None:
-    for ours in four.run(compare_with_fsdp2, cell, STEPS):
+    for ours in four.run(compare_with_fsdp2, cell, num_steps):
         assert ours.gradient_error <= 1e-6, ours
         assert ours.loss_error <= 1e-5, ours
         assert ours.placements_agree
