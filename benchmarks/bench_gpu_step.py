@@ -302,14 +302,14 @@ def _changed(workload: Workload, options: argparse.Namespace) -> Workload:
         changes |= {"num_heads": 8, "num_kv_heads": 4}
     if options.seq is not None:
         changes["seq"] = options.seq
-    told = ", ".join(f"{name} {value}" for name, value in changes.items())
+    told = [f"{name} {value}" for name, value in changes.items()]
     if options.float8 is not None:
-        told = f"{told}, float8 {options.float8}" if told else f"float8 {options.float8}"
+        told.append(f"float8 {options.float8}")
     if not told:
         return workload
     return dataclasses.replace(
         workload,
-        name=f"{workload.name}, with {told}",
+        name=f"{workload.name}, with {', '.join(told)}",
         shape=dataclasses.replace(shape, **changes),
     )
 

@@ -38,6 +38,7 @@ class RecipeOutcome:
     """Of the fullest rank."""
 
     timeline: StepTimeline
+    """What ranks do over a step."""
 
     peak_bytes: int
     capacity_bytes: int
