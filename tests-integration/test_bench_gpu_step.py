@@ -41,7 +41,7 @@ def imitated_graphs() -> CudaGraphs:
 @pytest.mark.slow  # compiles with Inductor
 def test_a_sharded_step_is_run_in_every_way(tool, tmp_path: Path) -> None:
     path = tmp_path / "gpu_step.json"
-    small = ["--workload", "TP 2", *"--layers 2 --width 64 --seq 16 --samples 1".split()]
+    small = ["--workload=TP 2", "--layers=2", "--width=64", "--seq=16", "--samples=1"]
     arguments = ["--device", "cpu", *small, "--json", str(path), "--sustained", "0.01"]
     assert tool.bench.main(arguments, graphs=imitated_graphs()) == 0
     record = json.loads(path.read_text())
