@@ -57,28 +57,31 @@ $(TORCHAO_STAMP): $(STAMP)
 train: $(STAMP)
 	$(BIN)/gt-train $(ARGS)
 
-# One thread for each of the processes that a distributed test starts. Three runs, since each has one
-# server that worker processes are forked from: one knows torch alone, the second torchtitan too, the
-# third torchao as well.
-# Most tests of the packages keep one core busy, so two run side by side, a file in one process;
-# integration tests start four processes themselves. `ARGS="-n 0"` for one process, as pdb needs.
+# One thread for each of the processes that a distributed test starts. Runs of their own, since each has
+# one server that worker processes are forked from: one knows torch alone, the next torchtitan too, the
+# last torchao as well.
+# Most tests keep one core busy, so two run side by side, a file in one process; those of several ranks
+# (marked by tests-integration/conftest.py) alone. `ARGS="-n 0"` for one process, as pdb needs.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
-PACKAGES_PYTEST := $(PYTEST) -n 2 --dist loadfile
+TWO_AT_A_TIME := -n 2 --dist loadfile
 QUANTIZATION := tests-integration/quantization
+INTEGRATION := tests-integration --ignore $(QUANTIZATION)
 WITH_TORCHAO := $(QUANTIZATION) tests-integration/gpu/test_float8.py
 QUANTIZATION_PYTEST := PYTHONPATH=$(CURDIR)/$(TORCHAO) $(PYTEST)
 
 test: $(STAMP) $(TORCHAO_STAMP)
 	@status=0; \
-	$(PACKAGES_PYTEST) -m 'not slow' packages tools $(ARGS) || status=1; \
-	$(PYTEST) -m 'not slow' tests-integration --ignore $(QUANTIZATION) $(ARGS) || status=1; \
+	$(PYTEST) $(TWO_AT_A_TIME) -m 'not slow' packages tools $(ARGS) || status=1; \
+	$(PYTEST) $(TWO_AT_A_TIME) -m 'not slow and not ranks' $(INTEGRATION) $(ARGS) || status=1; \
+	$(PYTEST) -m 'not slow and ranks' $(INTEGRATION) $(ARGS) || status=1; \
 	$(QUANTIZATION_PYTEST) -m 'not slow' $(WITH_TORCHAO) $(ARGS) || status=1; \
 	exit $$status
 
 test-all: $(STAMP) $(TORCHAO_STAMP)
 	@status=0; \
-	$(PACKAGES_PYTEST) packages tools $(ARGS) || status=1; \
-	$(PYTEST) tests-integration --ignore $(QUANTIZATION) $(ARGS) || status=1; \
+	$(PYTEST) $(TWO_AT_A_TIME) packages tools $(ARGS) || status=1; \
+	$(PYTEST) $(TWO_AT_A_TIME) -m 'not ranks' $(INTEGRATION) $(ARGS) || status=1; \
+	$(PYTEST) -m ranks $(INTEGRATION) $(ARGS) || status=1; \
 	$(QUANTIZATION_PYTEST) $(WITH_TORCHAO) $(ARGS) || status=1; \
 	exit $$status
 

@@ -22,7 +22,16 @@ device.install("cpu")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).parent))
 
+_SEVERAL_RANKS = {"two", "four", "eight"}
 _PRELOAD = ["gt_trainer.testing", "transformers.models.llama.modeling_llama"]
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what keeps all cores busy, to be run one at a time."""
+    for item in items:
+        if not _SEVERAL_RANKS.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.ranks)
 
 
 @pytest.fixture(scope="session")

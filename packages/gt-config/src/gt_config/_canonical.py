@@ -17,6 +17,7 @@ from enum import Enum
 from gt_config.errors import FingerprintTypeError
 from gt_config.graph_neutral import is_graph_neutral
 
+_text_of = json.JSONEncoder(ensure_ascii=False).encode  # made once: json.dumps makes one a call
 _ALLOWED = "dataclasses, mappings, lists, tuples, enums, str, int, float, bool and None"
 
 
@@ -65,7 +66,7 @@ def _scalar(value: object, *, path: str) -> str:
     if isinstance(value, Enum):
         return f"{_class_name(value)}.{value.name}"
     if value is None or type(value) is bool or type(value) is int:
-        return json.dumps(value)
+        return _text_of(value)
     if type(value) is float:
         return repr(value)
     if type(value) is str:
@@ -73,7 +74,7 @@ def _scalar(value: object, *, path: str) -> str:
             value.encode()
         except UnicodeEncodeError:
             raise FingerprintTypeError(f"{path} is {value!r}, which is no valid Unicode") from None
-        return json.dumps(value, ensure_ascii=False)
+        return _text_of(value)
     raise FingerprintTypeError(
         f"{path} is of type {_class_name(value)}, which has no canonical form; "
         f"give plain data: {_ALLOWED}"

@@ -305,6 +305,7 @@ def sources_digest(package: str) -> str | None:
     return digest.hexdigest()
 
 
+@functools.cache
 def _version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
