@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from worker_cases import (
     exit_on,
     fail_on,
+    is_imported,
     sleep_on,
     sum_of_ranks,
     system_exit,
@@ -53,6 +54,12 @@ def assert_gone(found: list[int]) -> None:
 def test_returns_what_each_rank_returned_by_rank(workers: GlooWorkers) -> None:
     results = workers.run(sum_of_ranks, 10)
     assert [(rank, total) for rank, _, total in results] == [(0, 10), (1, 10)]
+
+
+def test_a_later_pool_has_its_own_modules(workers: GlooWorkers) -> None:
+    assert workers.run(is_imported, "wave") == [False, False]
+    with GlooWorkers(1, preload=["wave"]) as later:
+        assert later.run(is_imported, "wave") == [True]
 
 
 def test_workers_are_reused_across_calls(workers: GlooWorkers) -> None:

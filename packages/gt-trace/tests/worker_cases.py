@@ -51,3 +51,7 @@ def unpicklable() -> Callable[[], None]:
 def threads() -> tuple[int, bool]:
     """Compute threads, and whether gloo is what connects the ranks."""
     return torch.get_num_threads(), dist.get_backend() == "gloo"
+
+
+def is_imported(name: str) -> bool:
+    return name in sys.modules

@@ -8,6 +8,7 @@ and for those of its users.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import pickle
 import tempfile
@@ -46,8 +47,8 @@ class GlooWorkers:
     Args:
         num_ranks: size of the world.
         timeout: seconds that one call may take.
-        preload: modules that the workers share instead of importing them each. All pools of a
-            process fork from one server, so it counts for the first pool that starts.
+        preload: modules that each worker has imported. All pools of a process fork from one
+            server, which has those of the first pool: workers of later ones import the others.
 
     Use it as a context manager, or call ``close``. After a failure the workers are gone, since
     ranks may be left inside different collectives; the next call starts new ones.
@@ -140,7 +141,7 @@ class GlooWorkers:
             mine, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, self.num_ranks, store, self._timeout, theirs),
+                args=(rank, self.num_ranks, store, self._timeout, self._preload, theirs),
                 daemon=True,
             )
             process.start()
@@ -159,8 +160,17 @@ class GlooWorkers:
         raise WorkerError(message)
 
 
-def _serve(rank: int, world_size: int, store: str, timeout: float, connection: Connection) -> None:
+def _serve(
+    rank: int,
+    world_size: int,
+    store: str,
+    timeout: float,
+    preload: Sequence[str],
+    connection: Connection,
+) -> None:
     """Answer calls until the other side closes the connection."""
+    for name in preload:
+        importlib.import_module(name)
     torch.set_num_threads(1)
     use_one_gloo_thread()
     dist.init_process_group(
