@@ -175,6 +175,20 @@ def test_microbatches_that_reduce_once_take_cuda_graphs_back_until_a_gpu_has_rep
     assert kept.compile.cuda_graphs
 
 
+def test_a_pipeline_takes_cuda_graphs_back_until_gpus_that_exchange_have_replayed_one():
+    with intended_for("cuda"):
+        config = llama3.llama3_8b()
+        config.parallelism = replace(config.parallelism, pipeline_parallel_degree=2)
+        taken_back, lines = settled(config, 8)
+        kept, _ = settled(config, 8, "--compile.cuda_graphs")
+    assert not taken_back.compile.cuda_graphs
+    assert (
+        "--compile.cuda_graphs True gives way: of pipelines only two stages on one GPU have been "
+        "replayed"
+    ) in lines
+    assert kept.compile.cuda_graphs
+
+
 def test_bitwise_takes_compilation_back_and_refuses_it_where_asked_for():
     with intended_for("cuda"):
         config, lines = settled(llama3.llama3_8b(), bitwise=True)

@@ -33,7 +33,7 @@ _COMPILED = {
     "compile-whole-graph": "Inductor for the whole graph",
 }
 _EXCHANGE = "how many tokens ranks exchange is known on the device alone"
-_PIPELINE = "no GPU has replayed the actions of a pipeline yet"
+_PIPELINE = "of pipelines only two stages on one GPU have been replayed"
 _MICROBATCHES = "no GPU has replayed a step of several microbatches yet"
 _PLANNED = "the plan says what the backward computes and gathers again"
 _OVERLAP = "ep_overlap"
