@@ -36,8 +36,8 @@ def keys_and_values() -> tuple[torch.Tensor, torch.Tensor]:
 
 def weights(like: torch.Tensor) -> torch.Tensor:
     """What a rank's loss makes of each element: another on every rank."""
-    generator = torch.Generator().manual_seed(100 + dist.get_rank())
-    return torch.randn(like.shape, generator=generator)
+    places = torch.arange(like.numel(), dtype=like.dtype).view(like.shape)
+    return torch.cos((100 + dist.get_rank()) * (places + 1))
 
 
 def loss_of(gathered: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -528,6 +528,7 @@ def record_types() -> Mapping[str, tuple[type, tuple[str, ...]]]:
         Partial: ("reduce_op",),
         StridedShard: ("dim", "split_factor"),
         _dtensor_spec.TensorMeta: ("shape", "stride", "dtype"),
+        DTensorSpec: tuple(field.name for field in dataclasses.fields(DTensorSpec)),  # in 2.11
         pytree.SequenceKey: ("idx",),
         pytree.MappingKey: ("key",),
         symbolic_shapes.CallMethodKey: ("name",),

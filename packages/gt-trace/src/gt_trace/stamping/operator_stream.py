@@ -190,7 +190,7 @@ class _RecordedFunctions(LiveState):
 
 def _is_asked_by_checkpoint() -> bool:
     """Whether activation checkpointing called a mode's function: 2.11's reads a grad_fn."""
-    frame = sys._getframe(1)
+    frame = sys._getframe(2)  # what called ``call``
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_globals.get("__name__") == "torch.utils.checkpoint"
