@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.tensor import Placement
 
-from gt_autoparallel.graph.layouts import MeshShape, num_local_elements
+from gt_autoparallel.graph.layouts import Layout, MeshShape, num_local_elements
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.parameter_chains import ParameterMove
 from gt_autoparallel.graph.placement_graph import (
@@ -133,6 +133,26 @@ def random_graph(rng: random.Random, *, num_operators: int, num_layers: int) -> 
     return writer.graph(aliases)
 
 
+def viewing_layers(num_layers: int) -> PlacementGraph:
+    """Layers whose backward reads a view of what the layer before made, and nothing else."""
+    writer = GraphWriter()
+    x = writer.add("input", "x", outputs=[spec(_SIZE, _SIZE)], name="x")
+    saved = []
+    for module in (f"layers.{layer}" for layer in range(num_layers)):
+        name = f"{module}.w"
+        weight = writer.add(
+            "parameter", name, outputs=[spec(_SIZE, _SIZE)], name=name, module=module
+        )
+        view = _forward(writer, ["t"], x, weight, module)
+        x = _forward(writer, ["relu"], view, weight, module)
+        saved.append((module, view, weight))
+    writer.add("output", "output", x, name="output")
+    gradient = writer.add("tangent", "output/tangent", outputs=[spec(_SIZE, _SIZE)],
+                          name="output/tangent", phase="backward")  # fmt: skip
+    _backward(writer, "mm", gradient, saved, tied=False)
+    return writer.graph({})
+
+
 def _forward(
     writer: GraphWriter, plan: Sequence[str], x: Value, weight: Value, module: str
 ) -> Value:
@@ -200,6 +220,8 @@ class Exhaustive:
         class_of_node: of each node.
         loss_bytes: what the loss takes.
         accumulates_gradients: whether there are gradients of microbatches before.
+        pinned: names of nodes -> the only layouts that their results have, or what they read if
+            they have none.
     """
 
     def __init__(
@@ -210,6 +232,7 @@ class Exhaustive:
         *,
         loss_bytes: int = 0,
         accumulates_gradients: bool = False,
+        pinned: Mapping[str, Layout] | None = None,
     ) -> None:
         self._graph, self._mesh, self._classes = graph, mesh, class_of_node
         self._loss_bytes, self._accumulates = loss_bytes, accumulates_gradients
@@ -217,8 +240,14 @@ class Exhaustive:
         """Classes of the nodes that run again, in the walk that is under way."""
         self._prices = PlacementPrices()
         first = {c: graph.nodes[class_of_node.index(c)] for c in sorted(set(class_of_node))}
+        pins = pinned or {}
         self._options: list[tuple[NodeOption, ...]] = [
-            node_options(node, tuple(map(graph.spec, node.operands)), mesh)
+            tuple(
+                option
+                for option in node_options(node, tuple(map(graph.spec, node.operands)), mesh)
+                if node.name not in pins
+                or (option.outputs or option.operands)[0] == pins[node.name]
+            )
             for node in first.values()
         ]
 

@@ -9,19 +9,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_graphs import Exhaustive, random_graph
+from random_graphs import Exhaustive, random_graph, viewing_layers
+from torch.distributed.tensor import Replicate, Shard
 
 from gt_autoparallel.errors import InfeasiblePlacementError
 from gt_autoparallel.graph.graph_encoding import graph_digest
-from gt_autoparallel.graph.layouts import MeshShape
+from gt_autoparallel.graph.layouts import Layout, MeshShape
+from gt_autoparallel.graph.placement_graph import PlacementGraph
 from gt_autoparallel.plan.placement_plan import ModelSignature
 from gt_autoparallel.planner import Planner
 from gt_autoparallel.problem.clustering import cluster_layers
-from gt_autoparallel.problem.constraints import ResolvedRequest
+from gt_autoparallel.problem.constraints import LayoutConstraint, ResolvedRequest
 
 LINE = MeshShape(names=("a",), sizes=(2,))
 SQUARE = MeshShape(names=("a", "b"), sizes=(8, 2))
 MAX_COMBINATIONS = 200_000
+
+
+def signature_of(graph: PlacementGraph) -> ModelSignature:
+    return ModelSignature(parameters={}, modules={}, graph_digest=graph_digest(graph))
 
 
 def planner_of(seed: int, mesh: MeshShape) -> tuple[Planner, Exhaustive, random.Random, list[str]]:
@@ -40,7 +46,7 @@ def planner_of(seed: int, mesh: MeshShape) -> tuple[Planner, Exhaustive, random.
         planner = Planner(
             graph,
             mesh,
-            signature=ModelSignature(parameters={}, modules={}, graph_digest=graph_digest(graph)),
+            signature=signature_of(graph),
             **of_step,
         )
         budgeted = planner.problem(ResolvedRequest(memory_budget_bytes=2**60, **of_step))
@@ -78,6 +84,48 @@ def test_the_optimum_is_the_best_of_all(mesh: MeshShape, block: int) -> None:
             least_bytes = int(least.replace(",", ""))
             # Each row of bytes has its least value; together they may take more.
             assert least_bytes == lowest if len(rows) == 1 else least_bytes <= lowest, seed
+
+
+def test_a_view_is_let_go_with_its_layer_if_it_was_moved_and_with_the_one_it_views_if_not() -> None:
+    graph = viewing_layers(2)
+    names = [node.name for node in graph.nodes]
+    whole = [name for name in names if ".w" in name] + names[-1:]
+    pinned: dict[str, Layout] = dict.fromkeys(whole, (Replicate(),))
+    pinned |= dict.fromkeys(("x", "output", "output/tangent"), (Shard(0),))
+    pinned |= dict.fromkeys(("layers.0/2", "layers.0/2/0/share"), (Shard(1),))
+    request = ResolvedRequest(
+        memory_budget_bytes=2**60,
+        recomputes=False,
+        constraints=tuple(
+            LayoutConstraint(
+                node=node.name,
+                side="output" if node.outputs else "operand",
+                position=0,
+                placements=pinned[node.name],
+            )
+            for node in graph.nodes
+            if node.name in pinned
+        ),
+    )
+    planner = Planner(graph, LINE, signature=signature_of(graph))
+    class_of_node = planner.problem(request).clustering.class_of_node
+    every = Exhaustive(graph, LINE, class_of_node, pinned=pinned)
+    assert every.num_combinations <= MAX_COMBINATIONS
+    found = every.everything()
+    total, memory = np.broadcast_arrays(found.total_us, found.memory_bytes)
+    possible = np.isfinite(total)
+    most = planner.find(constraints=request.constraints).memory
+    assert most.total == sum(most.at_reduction.values()) > sum(most.in_backward.values())
+    let_go = set()
+    for share in (1.0, 0.93, 0.9):
+        budget = round(share * most.total) - 1
+        plan = planner.find(
+            constraints=request.constraints, memory_budget_bytes=budget, recomputes=False
+        )
+        best = total[possible & (memory <= budget)].min()
+        assert math.isclose(plan.objective_us, best, rel_tol=1e-9), share
+        let_go.add(plan.memory.let_go)
+    assert len(let_go) > 1
 
 
 def test_the_graphs_have_what_makes_placement_hard() -> None:

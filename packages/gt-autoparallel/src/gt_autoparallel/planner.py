@@ -21,6 +21,7 @@ from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode
 from gt_autoparallel.plan.placement_plan import ModelSignature, PlacementPlan, SolverReport
 from gt_autoparallel.plan.plan_assembly import assemble_plan
 from gt_autoparallel.prices.costs import PlacementPrices, StepPrices
+from gt_autoparallel.prices.memory import MemoryBreakdown
 from gt_autoparallel.prices.microbatches import Microbatches
 from gt_autoparallel.problem.constraints import (
     Constraints,
@@ -214,28 +215,43 @@ class Planner:
         unlimited = replace(request, memory_budget_bytes=None, recomputes=False)
         free = self._unlimited.get((unlimited, relative_gap))
         if free is None:
-            free = self._found(unlimited, relative_gap, time_limit_seconds)
+            free = self._solved(
+                self.problem(unlimited), unlimited, relative_gap, time_limit_seconds
+            )
             if free.report.proven:  # more time would find no other
                 self._unlimited[unlimited, relative_gap] = free
         if budget is None:
             return free
-        memory = requested_memory(
-            self.graph, free.options, self.mesh, request, recomputed=free.recomputed
-        )
+        memory = self._memory(request, free)
         if memory.total <= budget:
             return free
         least = _LEAST_SHARE * time_limit_seconds
         ends = max(started + time_limit_seconds, time.perf_counter() + least)
-        if request.recomputes and relative_gap > 0:
-            mixed = self._mixed(request, relative_gap, ends, free.options)
-            if mixed is not None:
-                return mixed
-        left = max(ends - time.perf_counter(), least)
-        return self._found(request, relative_gap, left, free.options)
+
+        def within(*, counts_reductions: bool) -> _Found:
+            placement = self.problem(request, counts_reductions=counts_reductions)
+            if request.recomputes and relative_gap > 0:
+                mixed = self._mixed(placement, relative_gap, ends, free.options)
+                if mixed is not None:
+                    return mixed
+            left = max(ends - time.perf_counter(), least)
+            return self._solved(placement, request, relative_gap, left, free.options)
+
+        # Twice the rows of memory are for those plans that would break them.
+        if relative_gap > 0 and sum(memory.at_reduction.values()) < memory.total:
+            found = within(counts_reductions=False)
+            if self._memory(request, found).total <= budget:
+                return found
+        return within(counts_reductions=True)
+
+    def _memory(self, request: ResolvedRequest, found: _Found) -> MemoryBreakdown:
+        return requested_memory(
+            self.graph, found.options, self.mesh, request, recomputed=found.recomputed
+        )
 
     def _mixed(
         self,
-        request: ResolvedRequest,
+        placement: PlacementProblem,
         relative_gap: float,
         ends: float,
         near: Sequence[NodeOption],
@@ -245,7 +261,6 @@ class Planner:
         ``near`` are options of nodes that are nearly right, ``ends`` is on the clock of
         ``time.perf_counter``. None if none was found.
         """
-        placement = self.problem(request)
         self._say_size(placement)
         found = solve_mixed(
             placement.problem,
@@ -273,15 +288,15 @@ class Planner:
             ),
         )
 
-    def _found(
+    def _solved(
         self,
+        placement: PlacementProblem,
         request: ResolvedRequest,
         relative_gap: float,
         time_limit_seconds: float,
         near: Sequence[NodeOption] | None = None,
     ) -> _Found:
         """The solution of one problem; ``near`` are options of nodes that are nearly right."""
-        placement = self.problem(request)
         self._say_size(placement)
         warm_start = self._warm_starts.get(_shape(placement))
         if near is not None:
@@ -319,8 +334,13 @@ class Planner:
             f"{sum(map(len, placement.choices))} options, {len(placement.problem.edges)} edges"
         )
 
-    def problem(self, request: ResolvedRequest) -> PlacementProblem:
-        """The optimization problem of a request."""
+    def problem(
+        self, request: ResolvedRequest, *, counts_reductions: bool = True
+    ) -> PlacementProblem:
+        """The optimization problem of a request.
+
+        Without ``counts_reductions`` a budget may be exceeded while gradients are reduced.
+        """
         found = placement_problem(
             self.graph,
             self.mesh,
@@ -333,6 +353,7 @@ class Planner:
             microbatches=request.microbatches,
             loss_bytes=request.loss_bytes,
             accumulates_gradients=request.accumulates_gradients,
+            counts_reductions=counts_reductions,
             tables=self._tables,
             times=self._times,
             parts=self._parts,

@@ -9,7 +9,7 @@
     placed_tensors, placed_inputs, placed_experts
                         parameters, arguments and routed experts of the placed model
     recorded_forward    experts' forwards, of which autograd keeps no operands
-    kept_products       experts that run again, whose products are kept
+    kept_results        experts that run again, and what of their first run is kept
     local_program, execution_order
                         the planned graph as one rank runs it
     run_redistribution  the steps of a redistribution, as functional collectives

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from gt_autoparallel.apply.kept_products import KeptProducts
+from gt_autoparallel.apply.kept_results import KeptResults
 from gt_autoparallel.apply.recorded_forward import RecordedForward, record_forward
 from gt_autoparallel.apply.run_redistribution import annotated
 from gt_autoparallel.errors import PlanMismatchError
@@ -27,8 +27,8 @@ class PlacedExperts:
     The forward is recorded by autograd, and its backward runs when the backward node does: what
     routing decided is kept in between, as it is where nobody planned, and operands are not, which
     the plan may gather again. Where the plan recomputes the forward, nothing of it is recorded, and
-    the backward runs it once more before itself; or only what lies between its products, if these
-    are kept.
+    the backward runs it once more before itself, but for how many rows are exchanged; or only what
+    lies between its products, if these are kept.
     """
 
     name: str
@@ -80,13 +80,10 @@ class PlacedExperts:
 
     def forward(self, operands: Sequence[torch.Tensor], state: dict[str, Any]) -> Sequence[Any]:
         """(tokens, scores, expert ids, token counts, weights) -> result for each token."""
-        if self.keeps_products:
-            products = state[self.name] = KeptProducts()
-            with torch.no_grad():
-                return (products.keep(lambda: self._run(operands, again=False)),)
         if self.runs_again:
+            kept = state[self.name] = KeptResults(products=self.keeps_products)
             with torch.no_grad():
-                return (self._run(operands, again=False),)
+                return (kept.keep(lambda: self._run(operands, again=False)),)
         result, state[self.name] = self._recorded(operands, again=False)
         return (result,)
 
@@ -95,18 +92,11 @@ class PlacedExperts:
         if self.runs_again:
             # Its operators would say that they belong to the forward.
             with forward_in_backward(), annotated(PhaseAnnotation(phase="backward")):
-                _, recorded = self._second_run(operands[1:], state)
+                kept: KeptResults = state[self.name]
+                _, recorded = kept.give(lambda: self._recorded(operands[1:], again=True))
         else:
             recorded = state[self.name]
         return recorded.gradients(operands[0], operands[1:])
-
-    def _second_run(
-        self, operands: Sequence[torch.Tensor], state: dict[str, Any]
-    ) -> tuple[torch.Tensor, RecordedForward]:
-        if not self.keeps_products:
-            return self._recorded(operands, again=True)
-        products: KeptProducts = state[self.name]
-        return products.give(lambda: self._recorded(operands, again=True))
 
     def _recorded(
         self, operands: Sequence[torch.Tensor], *, again: bool

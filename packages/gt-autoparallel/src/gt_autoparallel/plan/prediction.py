@@ -81,7 +81,8 @@ def predicted_collectives(plan: PlacementPlan) -> tuple[PlannedCollective, ...]:
         exchanges = _of_experts(plan, node)
         of_node.setdefault(node.index, []).extend(exchanges)
         if node.phase == "forward" and node.index in plan.recomputed:
-            again = [replace(each, phase="backward") for each in exchanges]
+            # Not the token counts, which come first.
+            again = [replace(each, phase="backward") for each in exchanges[1:]]
             of_node.setdefault(backward_of[node.index], []).extend(again)
     return tuple(each for index in sorted(of_node) for each in of_node[index])
 

@@ -28,7 +28,8 @@ A view of a part keeps the whole storage alive, and an expanded view no more tha
 each counts as what it views. A view-like node in the layout of what it views is aliased where that
 is offered, also if what it views is recomputed. Only statuses that make a difference are offered:
 where nothing below is counted by anybody else, and views are as large as what they view, a storage
-counts the same moved or aliased.
+counts the same moved or aliased. It does not where it is asked which layer has it, and the view
+is in another layer than what it views.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from gt_autoparallel.graph.layer_names import layer_of_module
 from gt_autoparallel.graph.parameter_chains import is_view_like
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, Value
 from gt_autoparallel.prices.microbatches import (
@@ -100,12 +102,17 @@ class SavedStorages:
 
 
 def saved_storages(
-    graph: PlacementGraph, *, recomputes: bool, microbatches: Microbatches | None = None
+    graph: PlacementGraph,
+    *,
+    recomputes: bool,
+    microbatches: Microbatches | None = None,
+    by_layer: bool = False,
 ) -> SavedStorages:
     """Find what the backward of ``graph`` keeps alive.
 
     ``recomputes`` says whether nodes of the forward may run again: of a graph that runs for several
-    microbatches not those that gather parameters, which stay.
+    microbatches not those that gather parameters, which stay. ``by_layer`` asks also which layer
+    has what is kept.
     """
     gathered = frozenset[int]() if microbatches is None else gathered_parameters(graph)
     nodes = graph.nodes
@@ -132,6 +139,8 @@ def saved_storages(
     # Whether somebody counts, or need not count, the storage that a node or value is in.
     counted: dict[int, bool] = {}
     statuses: dict[int, tuple[Status, ...]] = {} if makers is None else makers.statuses()
+    lent = _lent(graph, needed, read) if by_layer and makers is None else set[int]()
+    statuses |= dict.fromkeys(sorted(lent), ("idle", "kept"))
     if recomputes:
         statuses |= dict.fromkeys(repeatable_experts(graph).values(), _OF_EXPERTS)
     for index, source in views.items():
@@ -151,8 +160,7 @@ def saved_storages(
         elif is_pivot:
             statuses[index] = ("idle", "moved")
     counts = {value for value in read if value.node not in views}
-    if makers is not None:
-        counts |= makers.values
+    counts |= {Value(index) for index in lent} if makers is None else makers.values
     if microbatches is None:
         return SavedStorages(values=frozenset(counts), statuses=statuses)
     return SavedStorages(
@@ -192,7 +200,7 @@ class _Makers:
             for node in graph.nodes
             if node.index in self.wanted and not is_view_like(node) and node.phase == "forward"
         ]
-        self.values = {Value(node.index) for node in self._makers if self._has_one_output(node)}
+        self.values = {Value(node.index) for node in self._makers if _has_one_output(node)}
         """What counts if it is kept, of nodes that have a single output."""
 
     def statuses(self) -> dict[int, tuple[Status, ...]]:
@@ -203,7 +211,7 @@ class _Makers:
             again: tuple[Status, ...] = ("recomputed",) if node.index in self.recomputed else ()
             if is_read and again:
                 found[node.index] = ("kept", *again)
-            elif not is_read and self._has_one_output(node):
+            elif not is_read and _has_one_output(node):
                 found[node.index] = ("idle", "kept", *again)
         return found
 
@@ -227,11 +235,25 @@ class _Makers:
         node = self._nodes[value.node]
         if is_view_like(node):
             return node.index in views
-        return node.kind in SOURCES or value in self._read or self._has_one_output(node)
+        return node.kind in SOURCES or value in self._read or _has_one_output(node)
 
-    @staticmethod
-    def _has_one_output(node: PlacementNode) -> bool:
-        return len(node.outputs) == 1 and node.outputs[0] is not None
+
+def _has_one_output(node: PlacementNode) -> bool:
+    return len(node.outputs) == 1 and node.outputs[0] is not None
+
+
+def _lent(graph: PlacementGraph, views: Collection[int], read: Collection[Value]) -> set[int]:
+    """Nodes whose result is saved by views in other layers alone."""
+    found: set[int] = set()
+    for index in views:
+        value = graph.nodes[index].operands[0]
+        while is_view_like(graph.nodes[value.node]):
+            value = graph.nodes[value.node].operands[0]
+        maker = graph.nodes[value.node]
+        crosses = layer_of_module(maker.module) != layer_of_module(graph.nodes[index].module)
+        if crosses and maker.kind not in SOURCES and value not in read and _has_one_output(maker):
+            found.add(value.node)
+    return found
 
 
 def _resizes(node: PlacementNode, graph: PlacementGraph) -> bool:

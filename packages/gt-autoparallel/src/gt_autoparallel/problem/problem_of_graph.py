@@ -188,6 +188,7 @@ def placement_problem(
     microbatches: Microbatches | None = None,
     loss_bytes: int = 0,
     accumulates_gradients: bool = False,
+    counts_reductions: bool = True,
     tables: RedistributionTables | None = None,
     times: dict[int, FloatArray] | None = None,
     parts: dict[PartsKey, ProblemParts] | None = None,
@@ -196,7 +197,8 @@ def placement_problem(
 
     ``recomputes`` says whether nodes of the forward may run again, which saves nothing but memory;
     ``microbatches`` how a step runs the graph, if it does so several times; ``loss_bytes`` and
-    ``accumulates_gradients`` are as in ``ResolvedRequest``.
+    ``accumulates_gradients`` are as in ``ResolvedRequest``. ``counts_reductions`` says whether a
+    budget has a row for what is there when the gradients of a layer are reduced.
 
     ``options_of`` gives alike nodes the same options. Options that break a constraint are
     forbidden, and a node with constraints shares its choice only with alike nodes that have the
@@ -207,9 +209,12 @@ def placement_problem(
     for each in constraints:
         demand = (each.side, each.position, each.placements)
         of_node[each.node] = (*of_node.get(each.node, ()), demand)
-    saved = saved_storages(graph, recomputes=recomputes, microbatches=microbatches)
-    unshards, reduces = parameter_chains(graph), gradient_chains(graph)
     # Sums over microbatches are reduced when nothing else runs.
+    has_reductions = memory_budget_bytes is not None and microbatches is None and counts_reductions
+    saved = saved_storages(
+        graph, recomputes=recomputes, microbatches=microbatches, by_layer=has_reductions
+    )
+    unshards, reduces = parameter_chains(graph), gradient_chains(graph)
     reduced = accumulated_gradients(graph) if microbatches is None else {}
     # What alike nodes must have in common besides themselves.
     described: dict[int, Hashable] = {
@@ -229,8 +234,7 @@ def placement_problem(
     }
     clustering = cluster_layers(graph, distinguished=described)
     known = {} if parts is None else parts
-    is_limited = memory_budget_bytes is not None
-    key = (clustering, recomputes, is_limited)
+    key = (clustering, recomputes, has_reductions)
     if key not in known:
         known[key] = problem_parts(
             PartsBuilder(
@@ -257,7 +261,7 @@ def placement_problem(
                 ),
                 has_loss=loss_bytes > 0,
                 gathered=gathered_parameters(graph),
-                reduced=reduced if is_limited else {},
+                reduced=reduced if has_reductions else {},
             ),
             options_of,
         )

@@ -46,7 +46,7 @@ class ProblemParts:
 
 
 PartsKey = tuple[Clustering, bool, bool]
-"""A clustering, whether nodes may run again, and whether bytes have a limit."""
+"""A clustering, whether nodes may run again, and whether bytes count at reductions."""
 
 
 def problem_parts(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
 
-from gt_autoparallel.apply.kept_products import KeptProducts
+from gt_autoparallel.apply.kept_results import KeptResults
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_what_ranks_exchanged_is_exchanged_once_and_differentiated_all_the_same(
         return back.sin()
 
     expected = torch.autograd.grad(run().sum(), (rows, weight))
-    kept = KeptProducts()
+    kept = KeptResults(products=True)
     with torch.no_grad(), torch.profiler.profile() as profile:
         first = kept.keep(run)
     assert num_exchanges(profile) > 0
@@ -54,12 +54,29 @@ def test_what_ranks_exchanged_is_exchanged_once_and_differentiated_all_the_same(
         assert torch.equal(gradient, wanted)
 
 
+def test_how_many_rows_are_exchanged_is_found_out_once(alone: dist.ProcessGroup) -> None:
+    counts, rows = torch.tensor([4]), torch.randn(4, 2)
+
+    def run() -> torch.Tensor:
+        (there,) = collectives.all_to_all_single(counts, None, None, alone).tolist()
+        return collectives.all_to_all_single(rows, [there], [4], alone).sin()
+
+    kept = KeptResults(products=False)
+    with torch.profiler.profile() as profile:
+        first = kept.keep(run)
+    both = num_exchanges(profile)
+    with torch.profiler.profile() as profile:
+        second = kept.give(run)
+    assert num_exchanges(profile) == both // 2 > 0
+    assert torch.equal(first, second)
+
+
 def test_a_second_run_that_differs_is_found() -> None:
     x = torch.randn(3, 3)
-    kept = KeptProducts()
+    kept = KeptResults(products=True)
     kept.keep(lambda: x @ x)
     with pytest.raises(AssertionError, match=r"the first run had no more aten\.mm"):
         kept.give(lambda: x @ x @ x)
     kept.keep(lambda: x @ x @ x)
-    with pytest.raises(AssertionError, match="1 products of the first run were not asked for"):
+    with pytest.raises(AssertionError, match="1 results of the first run were not asked for"):
         kept.give(lambda: x @ x)
