@@ -138,6 +138,74 @@ to reproduce: run EditGraph() on the captured graph after remove-dead-code
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
 
+@pytest.mark.parametrize("position", range(3))
+def test_of_passes_that_are_verified_together_the_one_that_broke_the_graph_is_named(position: int):
+    passes = [RemoveDeadCode(), CanonicalizeViews(), ShareAllGathers()]
+    passes.insert(position, EditGraph(edit=retype))
+    with pytest.raises(VerificationError) as error:
+        run(small_step(), *passes)
+    assert error.value.after == "the pass edit-graph"
+    assert error.value.problems[0].node_name == "cos"
+    assert error.value.__context__ is None
+
+
+def test_a_pass_that_stumbles_over_what_an_earlier_one_broke_is_not_blamed():
+    def stumble(graph_module: GraphModule) -> None:
+        assert node_of(graph_module, "cos").target is torch.ops.aten.cos.default
+
+    with pytest.raises(VerificationError) as error:
+        run(small_step(), EditGraph(edit=retype), EditGraph(edit=stumble))
+    assert error.value.problems[0].node_name == "cos"
+
+
+def test_passes_of_which_one_went_wrong_only_once_are_named_together():
+    seen = []
+
+    def retype_once(graph_module: GraphModule) -> None:
+        if not seen:
+            retype(graph_module)
+        seen.append(graph_module)
+
+    with pytest.raises(VerificationError) as error:
+        run(small_step(), RemoveDeadCode(), EditGraph(edit=retype_once))
+    assert_expected_inline(
+        str(error.value),
+        """\
+after the passes remove-dead-code, edit-graph, the graph has 1 problem:
+  1. [fake re-propagation] node cos (aten.gt.Scalar)
+     its recorded fake value is not what its operator gives on its inputs
+     expected shape [4, 6], stride [6, 1], dtype torch.bool, device cpu
+     got      shape [4, 6], stride [6, 1], dtype torch.float32, device cpu
+to reproduce: run these passes on the graph before them. One by one they did nothing wrong the second time: one does not always do the same, or changed a value in node.meta["val"] in place""",
+    )
+
+
+def test_a_value_changed_in_place_by_one_of_several_passes_is_found():
+    def transpose_value(graph_module: GraphModule) -> None:
+        node_of(graph_module, "cos").meta["val"].t_()
+
+    with pytest.raises(VerificationError, match="recorded fake value is not what") as error:
+        run(small_step(), EditGraph(edit=transpose_value), RemoveDeadCode())
+    assert error.value.after == "the passes edit-graph, remove-dead-code"
+
+
+def test_what_one_pass_took_from_collectives_another_may_not_give_back():
+    def add_all_gather(graph_module: GraphModule) -> None:
+        mm = node_of(graph_module, "mm")
+        with graph_module.graph.inserting_after(mm):
+            args = (graph_module.graph.find_nodes(op="placeholder")[0], 2, "fsdp")
+            launch = graph_module.graph.call_function(
+                collectives.all_gather_into_tensor.default, args
+            )
+        with graph_module.graph.inserting_after(launch):
+            wait = graph_module.graph.call_function(collectives.wait_tensor.default, (launch,))
+        launch.meta["val"] = wait.meta["val"] = node_of(graph_module, "wait_tensor").meta["val"]
+
+    with pytest.raises(VerificationError, match="changed the bytes given to collectives") as error:
+        run(gathered(), EditGraph(edit=drop_all_gather), EditGraph(edit=add_all_gather))
+    assert "expected 384 bytes" in str(error.value)
+
+
 def test_no_pass_is_blamed_for_a_graph_that_was_broken_before():
     graph_module = small_step()
     retype(graph_module)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -57,7 +58,7 @@ def _without_torch() -> None:
         sys.modules[name] = module
 
 
-def _write_until_killed(folder: Any) -> NoReturn:
+def _write_until_killed(folder: Any, begun: int) -> NoReturn:
     from container_cases import container_bytes
 
     generator = random.Random(os.urandom(8))
@@ -70,6 +71,7 @@ def _write_until_killed(folder: Any) -> NoReturn:
             parts = [raw[i : i + 2**14] for i in range(0, len(raw), 2**14)]
 
             def write(file: Any, parts: list[bytes] = parts) -> None:
+                os.write(begun, b".")
                 for part in parts:
                     file.write(part)
 
@@ -84,11 +86,28 @@ def _temporary_files(path: Path, pattern: str) -> list[str]:
     return glob.glob(f"{path}/*/.writing-{pattern}")
 
 
-def _started(folder: Any) -> int:
-    pid = os.fork()
-    if pid == 0:
-        _write_until_killed(folder)
-    return pid
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """A process that writes entry after entry."""
+
+    pid: int
+    begun: int
+    """Gives a byte for each entry that it began to write, while the temporary file is open."""
+
+    @classmethod
+    def started(cls, folder: Any) -> _Writer:
+        begun, says_begun = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _write_until_killed(folder, says_begun)
+        os.close(says_begun)
+        return cls(pid, begun)
+
+    def killed(self) -> int:
+        """Kill it; returns the status with which it ended."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.close(self.begun)
+        return os.waitpid(self.pid, 0)[1]
 
 
 def _main(path: Path, *, kills: int, writers: int, max_bytes: int | None) -> dict[str, Any]:
@@ -107,16 +126,18 @@ def _main(path: Path, *, kills: int, writers: int, max_bytes: int | None) -> dic
             folder.write(digest, name, lambda file: file.write(container_bytes()) and None)
     known = {entry.path for entry in folder.entries()}
     longest = 3 * (time.monotonic() - begin) / len(known)
-    running = [_started(folder) for _ in range(writers)]
+    running = [_Writer.started(folder) for _ in range(writers)]
     try:
         for _ in range(kills):
-            time.sleep(random.uniform(0.0, longest))
             victim = running.pop(random.randrange(writers))
-            os.kill(victim, signal.SIGKILL)
-            _, status = os.waitpid(victim, 0)
+            # Counted in its own writes: on a busy machine it may not have run for a while.
+            for _ in range(random.randrange(4)):
+                os.read(victim.begun, 1)
+            time.sleep(random.uniform(0.0, longest))
+            status = victim.killed()
             if not os.WIFSIGNALED(status):
                 problems.append(f"a writer ended by itself, with status {status}")
-            left = _temporary_files(path, f"*-{victim}-*")
+            left = _temporary_files(path, f"*-{victim.pid}-*")
             interrupted += len(left)
             for temporary in left:
                 os.utime(temporary, (0, 0))
@@ -132,11 +153,10 @@ def _main(path: Path, *, kills: int, writers: int, max_bytes: int | None) -> dic
                     if not gone or max_bytes is None:
                         problems.append(str(error))
             known = found
-            running.append(_started(folder))
+            running.append(_Writer.started(folder))
     finally:
-        for pid in running:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        for writer in running:
+            writer.killed()
     for temporary in _temporary_files(path, "*"):
         os.utime(temporary, (0, 0))
     folder.write(DIGESTS[0], NAMES[0], lambda file: file.write(container_bytes()) and None)

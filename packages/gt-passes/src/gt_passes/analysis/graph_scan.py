@@ -50,10 +50,10 @@ class NodeCall:
     def is_of(self, node: Node) -> bool:
         """Whether a node still stands for this."""
         return (
-            node._args is self.args  # what ``args`` is: a property is slow, and all nodes are asked
+            node.args is self.args
             and node.meta.get("val") is self.value
             and node.target is self.target
-            and node._kwargs is self.kwargs
+            and node.kwargs is self.kwargs
         )
 
 
@@ -191,10 +191,10 @@ class GraphScanner:
             call = known_call(node)
             if (  # as NodeCall.is_of, which is slower to call than to do
                 call is None
-                or node._args is not call.args
+                or node.args is not call.args
                 or node.meta.get("val") is not call.value
                 or node.target is not call.target
-                or node._kwargs is not call.kwargs
+                or node.kwargs is not call.kwargs
             ):
                 call = NodeCall(node.target, node.args, node.kwargs, node.meta.get("val"))
                 fresh.append(node)
