@@ -25,6 +25,7 @@ ScalesWith = Literal["compute", "memory", "network", "latency", "nothing"]
 """The group of constants that a sensitivity analysis moves together."""
 
 
+_MAY_BE_ZERO = frozenset({"collective_sms", "collective_sms_per_nic", "collective_memory_passes"})
 _FORM = "JSON with name, fixed_on and constants, each an object, as h100_sxm.json has"
 
 
@@ -97,6 +98,9 @@ class Hardware:
     nic_effective_bytes_per_s: float
     all_to_all_peer_us: float
     nccl_channels: int
+    collective_sms: int
+    collective_sms_per_nic: int
+    collective_memory_passes: float
     nccl_ring_base_ll_us: float
     nccl_ring_base_ll128_us: float
     nccl_ring_base_simple_us: float
@@ -257,8 +261,11 @@ def _problems(name: str, stored: Mapping[str, object], hint: str) -> list[str]:
         return [f"{name} has the fields {sorted(stored)}, not {sorted(names)}"]
     problems = []
     value = stored["value"]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        problems.append(f"{name} is {value!r}, not a number above 0")
+    zero_at_least = name in _MAY_BE_ZERO
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or value < 0 or (value == 0 and not zero_at_least):
+        least = "a number from 0 on" if zero_at_least else "a number above 0"
+        problems.append(f"{name} is {value!r}, not {least}")
     elif hint == "int" and value != int(value):
         problems.append(f"{name} is {value!r}, not a whole number")
     for field, allowed in (("kind", ConstantKind), ("scales_with", ScalesWith)):
