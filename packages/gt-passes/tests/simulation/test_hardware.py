@@ -87,6 +87,17 @@ def test_every_problem_of_a_data_file_is_told_at_once():
     ]
 
 
+def test_a_collective_leaves_multiprocessors_to_others():
+    document = json.loads(TEXT)
+    document["constants"]["collective_sms"]["value"] = 132
+    with pytest.raises(HardwareDataError) as caught:
+        load_hardware(json.dumps(document))
+    assert str(caught.value).splitlines() == [
+        "hardware data of 'H100 SXM':",
+        "  collective_sms is not below num_sms: nothing is left beside a collective",
+    ]
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "x", "fixed_on": "y", "constants": 1}'])
 def test_what_is_no_data_file_is_refused(text):
     with pytest.raises(HardwareDataError, match="no hardware data: JSON with name, fixed_on and"):

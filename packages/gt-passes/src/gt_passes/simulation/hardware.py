@@ -9,6 +9,7 @@ measurements of one's own machine is made by ``benchmarks/calibrate_simulation.p
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -200,6 +201,8 @@ def load_hardware(text: str) -> Hardware:
     for name in wanted:
         if name in stored:
             problems += _problems(name, stored[name], hints[name])
+    if not problems and stored["collective_sms"]["value"] >= stored["num_sms"]["value"]:
+        problems.append("collective_sms is not below num_sms: nothing is left beside a collective")
     if problems:
         raise HardwareDataError(
             f"hardware data of {document.get('name')!r}:\n  " + "\n  ".join(problems)
@@ -261,10 +264,10 @@ def _problems(name: str, stored: Mapping[str, object], hint: str) -> list[str]:
         return [f"{name} has the fields {sorted(stored)}, not {sorted(names)}"]
     problems = []
     value = stored["value"]
-    zero_at_least = name in _MAY_BE_ZERO
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or value < 0 or (value == 0 and not zero_at_least):
-        least = "a number from 0 on" if zero_at_least else "a number above 0"
+    may_be_zero = name in _MAY_BE_ZERO
+    lowest = 0.0 if may_be_zero else math.ulp(0.0)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < lowest:
+        least = "a number from 0 on" if may_be_zero else "a number above 0"
         problems.append(f"{name} is {value!r}, not {least}")
     elif hint == "int" and value != int(value):
         problems.append(f"{name} is {value!r}, not a whole number")

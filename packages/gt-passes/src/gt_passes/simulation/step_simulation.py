@@ -226,7 +226,7 @@ def simulate_step(
         run=run,
         step_us=timeline.makespan_us,
         compute_us=timeline.busy_us(COMPUTE_STREAM),
-        slowed_us=timeline.slowed_us(COMPUTE_STREAM),
+        slowed_us=timeline.slowed_us.get(COMPUTE_STREAM, 0.0),
         exposed_us=sum(record.exposed_us for record in collectives),
         copies_exposed_us=sum(
             stalled for task, stalled in exposed.items() if run.costs[task].kind == "host_copy"

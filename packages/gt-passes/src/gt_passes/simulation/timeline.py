@@ -80,6 +80,9 @@ class Timeline:
     host_idle_us: Mapping[str, float]
     """How long each stream had nothing to run because the host had not issued it yet."""
 
+    slowed_us: Mapping[str, float]
+    """How much longer each stream was busy than alone, beside what took a part of the device."""
+
     @property
     def makespan_us(self) -> float:
         """Until the last task is over and the host is done."""
@@ -89,11 +92,6 @@ class Timeline:
         """How long a stream ran tasks."""
         spans = zip(self.tasks, self.start_us, self.end_us, strict=True)
         return sum(end - start for task, start, end in spans if task.stream == stream)
-
-    def slowed_us(self, stream: str) -> float:
-        """How much of it was due to tasks on other streams, which took a part of the device."""
-        alone_us = sum(task.duration_us for task in self.tasks if task.stream == stream)
-        return max(0.0, self.busy_us(stream) - alone_us)
 
     def stalled_us(self, stream: str) -> float:
         """How long a stream waited for tasks of other streams."""
@@ -120,6 +118,7 @@ def schedule(
     tails: dict[str, float] = {}
     neighbours = Neighbours()
     host_idle: dict[str, float] = {}
+    slowed: dict[str, float] = {}
     host_us = 0.0
     for position, task in enumerate(tasks):
         host_us += task.host_us
@@ -143,7 +142,9 @@ def schedule(
             )
         end = start + task.duration_us
         if task.needs is not None:
-            end += neighbours.delay_us(task.stream, start, task.duration_us, task.needs)
+            delay_us = neighbours.delay_us(task.stream, start, task.duration_us, task.needs)
+            slowed[task.stream] = slowed.get(task.stream, 0.0) + delay_us
+            end += delay_us
         if task.takes is not None:
             neighbours.add(task.stream, start, end, task.takes)
         starts.append(start)
@@ -158,6 +159,7 @@ def schedule(
         stalls=tuple(stalls),
         host_end_us=host_us,
         host_idle_us=MappingProxyType(host_idle),
+        slowed_us=MappingProxyType(slowed),
     )
 
 
