@@ -130,3 +130,32 @@ def test_all_reduce_is_at_least_as_long_as_all_gather_without_a_summing_switch(
 def test_refuses_what_is_no_collective(kind, num_bytes, ranks, message):
     with pytest.raises(ValueError, match=message):
         MODEL.time_us(kind, num_bytes, ranks)
+
+
+def test_a_gathering_in_a_node_takes_16_multiprocessors_and_twice_its_bus_bandwidth():
+    """Nearly 370 GB/s are read and as many written, of 0.9 * 3.35 TB/s."""
+    taken = MODEL.taken("all_gather", GIB, NODE)
+    assert taken.compute == 16 / 132
+    assert taken.memory == pytest.approx(2 * 370e9 / (0.9 * 3.35e12), rel=0.02)
+    assert taken == MODEL.taken("reduce_scatter", GIB, NODE)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_sms"), [(range(0, 32, 8), 2), (range(0, 32, 4), 4), (FOUR_NODES, 16)]
+)
+def test_two_multiprocessors_serve_a_nic(ranks, num_sms):
+    assert MODEL.taken("all_gather", GIB, ranks).compute == num_sms / 132
+
+
+def test_a_small_collective_takes_multiprocessors_and_hardly_any_bandwidth():
+    taken = MODEL.taken("all_reduce", 1024, NODE)
+    assert (taken.compute, taken.memory) == (16 / 132, pytest.approx(0, abs=1e-3))
+
+
+def test_memory_serves_a_collective_and_its_neighbours_alike():
+    slow = CollectiveModel(hardware=replace(H100, hbm_bytes_per_s=3.7e11))
+    assert slow.taken("all_gather", GIB, NODE).memory == 0.5
+
+
+def test_a_group_of_one_takes_nothing():
+    assert MODEL.taken("all_gather", GIB, [3]) == (0, 0)

@@ -18,7 +18,7 @@ def test_no_value_has_changed_since_the_file_was_fixed():
     """A new value needs a reason: in docs/decisions/0007-cost-model.md, then here."""
     values = {name: constant.value for name, constant in h100_sxm().constants.items()}
     pinned = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-    assert (h100_sxm().fixed_on, pinned[:16]) == ("2026-11-26", "10b6fe4f227e345b")
+    assert (h100_sxm().fixed_on, pinned[:16]) == ("2026-11-26", "7bec09a4c0d45676")
 
 
 def test_every_constant_has_a_source_and_only_efficiencies_and_overheads_are_assumed():
@@ -70,6 +70,8 @@ def test_every_problem_of_a_data_file_is_told_at_once():
     document["constants"]["gpus_per_node"]["value"] = 7.5
     document["constants"]["matmul_efficiency"]["kind"] = "hearsay"
     document["constants"]["kernel_fixed_us"]["source"] = ""
+    document["constants"]["collective_sms"]["value"] = -1
+    document["constants"]["nccl_channels"]["value"] = 0
     with pytest.raises(HardwareDataError) as caught:
         load_hardware(json.dumps(document))
     kinds = "data sheet, published measurement, published source, own measurement, assumption"
@@ -80,6 +82,19 @@ def test_every_problem_of_a_data_file_is_told_at_once():
         f"  matmul_efficiency: kind is 'hearsay'; allowed: {kinds}",
         "  kernel_fixed_us has no source",
         "  gpus_per_node is 7.5, not a whole number",
+        "  nccl_channels is 0, not a number above 0",
+        "  collective_sms is -1, not a number from 0 on",
+    ]
+
+
+def test_a_collective_leaves_multiprocessors_to_others():
+    document = json.loads(TEXT)
+    document["constants"]["collective_sms"]["value"] = 132
+    with pytest.raises(HardwareDataError) as caught:
+        load_hardware(json.dumps(document))
+    assert str(caught.value).splitlines() == [
+        "hardware data of 'H100 SXM':",
+        "  collective_sms is not below num_sms: nothing is left beside a collective",
     ]
 
 

@@ -30,6 +30,7 @@ from gt_passes.simulation import (
     write_perfetto_trace,
 )
 from gt_passes.simulation.cost_model import OpCost
+from gt_passes.simulation.perfetto import trace_events
 from gt_trace.node_metadata import write_annotation
 
 RANKS = {"fsdp": range(8), "tp": range(2), "ep": range(4)}
@@ -44,7 +45,7 @@ class UnitCosts(CostModel):
     def cost_of_key(self, key: Hashable, node: Node) -> OpCost:
         cost = super().cost_of_key(key, node)
         duration = 4.0 if cost.kind in ("collective", "host_copy") else float(cost.duration_us > 0)
-        return replace(cost, duration_us=duration, host_us=0.0)
+        return replace(cost, duration_us=duration, host_us=0.0, needs=None)
 
 
 def simulate(fn: Callable[..., object], *args: torch.Tensor) -> StepSimulation:
@@ -242,12 +243,43 @@ def test_the_table_says_that_nothing_was_measured():
 Simulated on H100 SXM (no clock was read)
   step                    1.98 ms
   compute stream busy     1.53 ms
+    slowed by collectives 0.00 ms
   exposed communication   0.25 ms
   waiting for the host    0.20 ms
   peak memory (graph)     0.39 GiB estimated
   collectives                count      GiB        time     exposed
     FSDP unshard                 1     0.12     0.35 ms     0.25 ms""",
     )
+
+
+def product_beside_a_gathering() -> GraphModule:
+    def step(x, shard):
+        launched = gather(shard)
+        return x @ x, wait(launched)
+
+    shard = torch.empty(2**26, dtype=torch.uint8)
+    return capture(step, torch.empty(8192, 8192, dtype=torch.bfloat16), shard)
+
+
+def test_a_product_beside_a_gathering_lacks_its_multiprocessors():
+    """The gathering ends first. Until then 16 of 132 are away, and what they had done is left."""
+    model = CostModel(ranks_of_group=lambda name: range(8), host="cuda_graph")
+    found = simulate_step(product_beside_a_gathering(), model)
+    (gathering,) = found.collectives
+    product_us = found.compute_us - found.slowed_us
+    assert gathering.duration_us < product_us
+    assert found.slowed_us == pytest.approx(gathering.duration_us * 16 / 132, rel=0.01)
+    assert found.step_us == pytest.approx(product_us + found.slowed_us)
+    (drawn,) = [each for each in trace_events(found.run.timeline) if each["name"] == "mm"]
+    assert drawn["dur"] == pytest.approx(found.step_us)
+
+
+def test_a_machine_whose_collectives_take_nothing_slows_nothing():
+    nothing = {"collective_sms": 0, "collective_memory_passes": 0.0}
+    copying = CostModel(
+        replace(h100_sxm(), **nothing), ranks_of_group=lambda name: range(8), host="cuda_graph"
+    )
+    assert simulate_step(product_beside_a_gathering(), copying).slowed_us == 0
 
 
 def test_memory_is_estimated_with_the_sizes_of_data():

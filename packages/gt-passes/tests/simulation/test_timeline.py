@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gt_passes.simulation import schedule
+from gt_passes.simulation.beside import DeviceParts
 from gt_passes.simulation.timeline import Task, TaskOrderError, Timeline
 
 
@@ -22,7 +23,8 @@ def drawing(timeline: Timeline) -> str:
     for position, done in enumerate(timeline.tasks):
         line = lines.setdefault(done.stream, "")
         line += "." * (round(timeline.start_us[position]) - len(line))
-        lines[done.stream] = line + done.name[0] * round(done.duration_us)
+        duration_us = timeline.end_us[position] - timeline.start_us[position]
+        lines[done.stream] = line + done.name[0] * round(duration_us)
     return "\n".join(f"{stream:8}{line}" for stream, line in lines.items())
 
 
@@ -130,6 +132,27 @@ def test_the_stall_is_charged_to_the_task_that_ends_last():
     assert timeline.tasks[stall.waited_for].name == "H"
 
 
+def test_a_collective_slows_down_what_runs_beside_it():
+    """Of 4 us of `b` 2 are done in the 4 beside `G`, which has half of the multiprocessors.
+
+    compute aabbbbbbcc
+    group     GGGG
+    """
+    needs, takes = DeviceParts(4.0, 0.0), DeviceParts(0.5, 0.0)
+    timeline = schedule(
+        [
+            task("a", "compute", 2),
+            task("G", "group", 4, 0, takes=takes),
+            task("b", "compute", 4, needs=needs),
+            task("wait", "compute", 0, 1),
+            task("c", "compute", 2, needs=DeviceParts(2.0, 0.0)),
+        ]
+    )
+    assert drawing(timeline) == "compute aabbbbbbcc\ngroup   ..GGGG"
+    assert (timeline.busy_us("compute"), timeline.busy_us("group")) == (10, 4)
+    assert timeline.slowed_us == {"compute": 2}
+
+
 def test_a_slow_host_starves_the_device():
     """Each launch takes 3 us and each task 1: the stream stands still 2 us before each."""
     tasks = [task(name, "compute", 1, host_us=3.0) for name in "abc"]
@@ -186,19 +209,26 @@ def test_nothing_takes_no_time():
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> list[Task]:
+def programs(draw: st.DrawFn, *, share: bool = True) -> list[Task]:
     times = st.integers(0, 20)
+    parts = st.none() | st.sampled_from([DeviceParts(0.5, 0.0), DeviceParts(0.25, 0.5)])
     tasks: list[Task] = []
     for position in range(draw(st.integers(1, 30))):
         earlier = st.integers(0, position - 1) if position else st.nothing()
+        duration = draw(times)
+        stream = draw(st.sampled_from(["compute", "first", "second"]))
+        is_computing = stream == "compute"
+        needs = DeviceParts(duration, duration / 2) if share and is_computing else None
         tasks.append(
             Task(
                 name=f"t{position}",
-                stream=draw(st.sampled_from(["compute", "first", "second"])),
-                duration_us=draw(times),
+                stream=stream,
+                duration_us=duration,
                 waits_for=tuple(draw(st.lists(earlier, max_size=3))) if position else (),
                 host_us=draw(times),
                 blocks_host=draw(st.booleans()),
+                needs=needs,
+                takes=draw(parts) if share and not is_computing else None,
             )
         )
     return tasks
@@ -212,7 +242,8 @@ def test_the_time_of_every_stream_is_accounted_for(tasks, launch_latency, sync):
             end for done, end in zip(tasks, timeline.end_us, strict=True) if done.stream == stream
         ]
         accounted = timeline.busy_us(stream) + timeline.stalled_us(stream)
-        assert max(ends) == accounted + timeline.host_idle_us.get(stream, 0)
+        accounted += timeline.host_idle_us.get(stream, 0)
+        assert max(ends) == pytest.approx(accounted)
 
 
 @given(programs())
@@ -225,7 +256,15 @@ def test_no_task_starts_before_what_it_waits_for_is_over(tasks):
         last[done.stream] = position
 
 
-@given(programs(), st.integers(0, 29))
+@given(programs())
+def test_neighbours_make_nothing_end_earlier(tasks):
+    """So a bound of the time of tasks on their own bounds theirs."""
+    alone = schedule([replace(each, takes=None) for each in tasks])
+    ends = zip(alone.end_us, schedule(tasks).end_us, strict=True)
+    assert all(before <= after for before, after in ends)
+
+
+@given(programs(share=False), st.integers(0, 29))
 def test_a_faster_task_never_makes_the_whole_slower(tasks, which):
     which %= len(tasks)
     faster = [*tasks]

@@ -12,6 +12,9 @@ and protocol by them:
 Each with the protocols LL (low latency, a fraction of the bandwidth), LL128 and Simple; the fastest
 counts. An all-to-all is sends and receives side by side: what goes to other nodes passes through
 this GPU's NIC, the rest over NVLink, and the slower of the two decides.
+
+While it runs, a collective takes a multiprocessor for each of its channels, and of memory bandwidth
+what passes over the bus, read and written.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from gt_passes.simulation.beside import DeviceParts
 from gt_passes.simulation.hardware import Hardware
 
 CollectiveKind = Literal[
@@ -29,6 +33,8 @@ CollectiveKind = Literal[
 ]
 
 _PROTOCOLS = ("ll", "ll128", "simple")
+_FAIR_SHARE = 0.5
+"""Of memory bandwidth: neither a collective nor what runs beside it is left with less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +91,23 @@ class CollectiveModel:
             return self._send_us(num_bytes, group)
         return min(self._candidates(kind, num_bytes, group))
 
+    def taken(self, kind: CollectiveKind, num_bytes: int, ranks: Sequence[int]) -> DeviceParts:
+        """Fractions of multiprocessors and of memory bandwidth that a collective takes.
+
+        Two multiprocessors serve a NIC, all of them NVLink. Arguments are those of ``time_us``.
+        """
+        group, hardware = GroupLayout.of(ranks, self.hardware.gpus_per_node), self.hardware
+        if group.num_ranks == 1:
+            return DeviceParts(0.0, 0.0)
+        num_sms = hardware.collective_sms
+        if group.num_nodes > 1:
+            num_sms = min(num_sms, group.ranks_per_node * hardware.collective_sms_per_nic)
+        on_bus = 1e6 * num_bytes * _bus_factor(kind, group.num_ranks)
+        on_bus_per_s = on_bus / self.time_us(kind, num_bytes, ranks)
+        memory_rate = hardware.hbm_bytes_per_s * hardware.hbm_streaming_efficiency
+        of_memory = hardware.collective_memory_passes * on_bus_per_s / memory_rate
+        return DeviceParts(num_sms / hardware.num_sms, min(_FAIR_SHARE, of_memory))
+
     def bus_bytes_per_s(self, group: GroupLayout) -> float:
         """What a ring can carry: NVLink, or the NICs of the group's GPUs on one node."""
         if group.num_nodes == 1:
@@ -120,7 +143,7 @@ class CollectiveModel:
             nvlink *= 1.8  # as in NCCL's model: flags travel through the proxy
         latency = self._latency("ring_base", protocol)
         latency += (steps - network_steps) * nvlink + network_steps * network
-        factor = 1.0 if kind == "broadcast" else rounds * (n - 1) / n
+        factor = _bus_factor(kind, n)
         return latency + 1e6 * num_bytes * factor / self._protocol_bytes_per_s(group, protocol)
 
     def _tree_us(self, num_bytes: int, group: GroupLayout, protocol: str) -> float:
@@ -132,7 +155,7 @@ class CollectiveModel:
 
     def _nvls_us(self, num_bytes: int, group: GroupLayout) -> float:
         """Bus bandwidth as nccl-tests define it, measured with the switch summing."""
-        factor = 2 * (group.num_ranks - 1) / group.num_ranks
+        factor = _bus_factor("all_reduce", group.num_ranks)
         rate = self.hardware.nvls_all_reduce_bus_bytes_per_s
         return self.hardware.nccl_nvls_simple_us + 1e6 * num_bytes * factor / rate
 
@@ -176,3 +199,11 @@ class CollectiveModel:
         }
         limit = limits.get(group.num_nodes, self.hardware.nccl_ll_4_nodes_bytes_per_s)
         return min(limit, bus / (4 if group.num_nodes > 1 else 3))
+
+
+def _bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
+    """What a rank sends, and receives, of its bytes."""
+    if kind in ("broadcast", "send_receive"):
+        return 1.0
+    rounds = 2 if kind == "all_reduce" else 1
+    return rounds * (num_ranks - 1) / num_ranks

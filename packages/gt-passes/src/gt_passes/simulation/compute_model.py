@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from gt_passes.simulation.beside import DeviceParts
 from gt_passes.simulation.hardware import Hardware
 from gt_passes.simulation.work import MatmulShape, OpWork
 
@@ -39,6 +40,11 @@ class DeviceTime(NamedTuple):
     total_us: float
     compute_us: float
     memory_us: float
+
+    @property
+    def parts(self) -> DeviceParts:
+        """For how long multiprocessors and memory are busy."""
+        return DeviceParts(self.compute_us, self.memory_us)
 
 
 def device_time(work: OpWork, hardware: Hardware, *, masked: bool = False) -> DeviceTime:

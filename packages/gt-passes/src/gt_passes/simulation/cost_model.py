@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from gt_passes.analysis.process_groups import group_name_of
 from gt_passes.analysis.symbol_sizes import SymbolSizes
+from gt_passes.simulation.beside import DeviceParts
 from gt_passes.simulation.collective_launch import (
     CollectiveLaunch,
     RanksOfGroup,
@@ -62,6 +63,12 @@ class OpCost:
 
     collective: CollectiveLaunch | None = None
     """For the kind ``collective``."""
+
+    needs: DeviceParts | None = None
+    """As for ``Task``: what collectives beside it slow down."""
+
+    takes: DeviceParts | None = None
+    """As for ``Task``: what a collective takes of the device."""
 
 
 class CostModel:
@@ -188,6 +195,7 @@ class CostModel:
             moved_bytes=work.moved_bytes,
             is_guess=work.is_guess,
             blocks_host=work.blocks_host,
+            needs=None if work.kind == "host_copy" else device.parts,
         )
         return self.replayed(cost) if self.host == "cuda_graph" else cost
 
@@ -200,9 +208,10 @@ class CostModel:
             kind="matmul",
             duration_us=time.total_us,
             host_us=self.hardware.host_kernel_us,
-            bound="network" if time.copy_us > time.part_us else "compute",
+            bound="compute" if time.is_product else "network",
             flops=product.flops,
             moved_bytes=sum(product.product_bytes),
+            needs=DeviceParts(num_ranks * time.part_us, 0.0) if time.is_product else None,
         )
         return self.replayed(cost) if self.host == "cuda_graph" else cost
 
@@ -216,6 +225,7 @@ class CostModel:
             bound="network",
             moved_bytes=launch.num_bytes,
             collective=launch,
+            takes=self._collectives.taken(launch.kind, launch.num_bytes, ranks),
         )
         return self.replayed(cost) if self.host == "cuda_graph" else cost
 

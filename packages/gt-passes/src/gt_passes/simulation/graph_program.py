@@ -234,6 +234,8 @@ class _Lowering:
                 waits_for=waits_for,
                 host_us=self._pending_host_us + cost.host_us,
                 blocks_host=cost.blocks_host,
+                needs=cost.needs,
+                takes=cost.takes,
             )
         )
         self.nodes.append(node)

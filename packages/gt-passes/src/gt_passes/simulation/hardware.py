@@ -9,6 +9,7 @@ measurements of one's own machine is made by ``benchmarks/calibrate_simulation.p
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -25,6 +26,7 @@ ScalesWith = Literal["compute", "memory", "network", "latency", "nothing"]
 """The group of constants that a sensitivity analysis moves together."""
 
 
+_MAY_BE_ZERO = frozenset({"collective_sms", "collective_sms_per_nic", "collective_memory_passes"})
 _FORM = "JSON with name, fixed_on and constants, each an object, as h100_sxm.json has"
 
 
@@ -97,6 +99,9 @@ class Hardware:
     nic_effective_bytes_per_s: float
     all_to_all_peer_us: float
     nccl_channels: int
+    collective_sms: int
+    collective_sms_per_nic: int
+    collective_memory_passes: float
     nccl_ring_base_ll_us: float
     nccl_ring_base_ll128_us: float
     nccl_ring_base_simple_us: float
@@ -196,6 +201,8 @@ def load_hardware(text: str) -> Hardware:
     for name in wanted:
         if name in stored:
             problems += _problems(name, stored[name], hints[name])
+    if not problems and stored["collective_sms"]["value"] >= stored["num_sms"]["value"]:
+        problems.append("collective_sms is not below num_sms: nothing is left beside a collective")
     if problems:
         raise HardwareDataError(
             f"hardware data of {document.get('name')!r}:\n  " + "\n  ".join(problems)
@@ -257,8 +264,11 @@ def _problems(name: str, stored: Mapping[str, object], hint: str) -> list[str]:
         return [f"{name} has the fields {sorted(stored)}, not {sorted(names)}"]
     problems = []
     value = stored["value"]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        problems.append(f"{name} is {value!r}, not a number above 0")
+    may_be_zero = name in _MAY_BE_ZERO
+    lowest = 0.0 if may_be_zero else math.ulp(0.0)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < lowest:
+        least = "a number from 0 on" if may_be_zero else "a number above 0"
+        problems.append(f"{name} is {value!r}, not {least}")
     elif hint == "int" and value != int(value):
         problems.append(f"{name} is {value!r}, not a whole number")
     for field, allowed in (("kind", ConstantKind), ("scales_with", ScalesWith)):

@@ -49,7 +49,7 @@ def trace_events(
             "pid": 0,
             "tid": streams.index(task.stream),
             "ts": timeline.start_us[position],
-            "dur": task.duration_us,
+            "dur": timeline.end_us[position] - timeline.start_us[position],
         }
         if arguments is not None:
             event["args"] = arguments[position]
@@ -60,7 +60,7 @@ def trace_events(
 def write_perfetto_trace(simulation: StepSimulation, path: Path) -> None:
     """Write a simulated step; the folder is made if missing.
 
-    Each event carries operator, module, phase, chunk, bytes and FLOPs.
+    Each event carries operator, module, phase, chunk, bytes, FLOPs, and what it takes alone.
     """
     arguments = [
         {
@@ -71,6 +71,7 @@ def write_perfetto_trace(simulation: StepSimulation, path: Path) -> None:
             "bytes": cost.moved_bytes,
             "flops": cost.flops,
             "bound": cost.bound,
+            "alone_us": cost.duration_us,
         }
         for node, cost in zip(simulation.run.nodes, simulation.run.costs, strict=True)
         for chunk in [read_annotation(node, ChunkAnnotation)]

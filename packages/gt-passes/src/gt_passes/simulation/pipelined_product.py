@@ -105,6 +105,11 @@ class PipelinedTime:
     copy_us: float
     """What one part takes from GPU to GPU."""
 
+    @property
+    def is_product(self) -> bool:
+        """Whether parts take longer than the copies beside them."""
+        return self.part_us >= self.copy_us
+
 
 def pipelined_time(product: PipelinedProduct, num_ranks: int, hardware: Hardware) -> PipelinedTime:
     """How long the call takes, from the moment when all ranks are there.

@@ -92,6 +92,9 @@ class StepSimulation:
     compute_us: float
     """The compute stream was busy."""
 
+    slowed_us: float
+    """Of that: what collectives beside it took of the device."""
+
     exposed_us: float
     """The compute stream stood still for a collective."""
 
@@ -138,6 +141,7 @@ class StepSimulation:
             f"Simulated on {self.hardware.name} (no clock was read)",
             f"  step                    {_ms(self.step_us)}",
             f"  compute stream busy     {_ms(self.compute_us)}",
+            f"    slowed by collectives {_ms(self.slowed_us)}",
             f"  exposed communication   {_ms(self.exposed_us)}",
             f"  waiting for the host    {_ms(self.host_idle_us)}",
             *self._copy_lines(),
@@ -222,6 +226,7 @@ def simulate_step(
         run=run,
         step_us=timeline.makespan_us,
         compute_us=timeline.busy_us(COMPUTE_STREAM),
+        slowed_us=timeline.slowed_us.get(COMPUTE_STREAM, 0.0),
         exposed_us=sum(record.exposed_us for record in collectives),
         copies_exposed_us=sum(
             stalled for task, stalled in exposed.items() if run.costs[task].kind == "host_copy"

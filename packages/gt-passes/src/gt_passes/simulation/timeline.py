@@ -5,8 +5,9 @@ issued; a task also waits for named tasks of other streams. That is CUDA: kernel
 collectives on their streams, events between them, and a host that is ahead or behind.
 
 A task starts when all of these are over: the one before it on its stream, those it waits for, and
-its launch by the host. One pass over the tasks in program order, so linear time. Nothing here knows
-of graphs: pipelines and placement use it as it is.
+its launch by the host. A task that takes a part of the device, as a collective does, slows down
+what runs beside it on other streams (``beside``). One pass over the tasks in program order, so
+linear time. Nothing here knows of graphs: pipelines and placement use it as it is.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from gt_passes.errors import GtPassesError
+from gt_passes.simulation.beside import DeviceParts, Neighbours
 
 
 class TaskOrderError(GtPassesError, ValueError):
@@ -38,6 +40,12 @@ class Task:
 
     blocks_host: bool = False
     """Whether the host issues nothing more until it is over."""
+
+    needs: DeviceParts | None = None
+    """Microseconds of its duration, which is that without neighbours; None if none slows it."""
+
+    takes: DeviceParts | None = None
+    """Fractions of the device that tasks on other streams lack while it runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +80,9 @@ class Timeline:
     host_idle_us: Mapping[str, float]
     """How long each stream had nothing to run because the host had not issued it yet."""
 
+    slowed_us: Mapping[str, float]
+    """How much longer each stream was busy than alone, beside what took a part of the device."""
+
     @property
     def makespan_us(self) -> float:
         """Until the last task is over and the host is done."""
@@ -79,7 +90,8 @@ class Timeline:
 
     def busy_us(self, stream: str) -> float:
         """How long a stream ran tasks."""
-        return sum(task.duration_us for task in self.tasks if task.stream == stream)
+        spans = zip(self.tasks, self.start_us, self.end_us, strict=True)
+        return sum(end - start for task, start, end in spans if task.stream == stream)
 
     def stalled_us(self, stream: str) -> float:
         """How long a stream waited for tasks of other streams."""
@@ -104,7 +116,9 @@ def schedule(
     ends: list[float] = []
     stalls: list[Stall] = []
     tails: dict[str, float] = {}
+    neighbours = Neighbours()
     host_idle: dict[str, float] = {}
+    slowed: dict[str, float] = {}
     host_us = 0.0
     for position, task in enumerate(tasks):
         host_us += task.host_us
@@ -127,6 +141,12 @@ def schedule(
                 )
             )
         end = start + task.duration_us
+        if task.needs is not None:
+            delay_us = neighbours.delay_us(task.stream, start, task.duration_us, task.needs)
+            slowed[task.stream] = slowed.get(task.stream, 0.0) + delay_us
+            end += delay_us
+        if task.takes is not None:
+            neighbours.add(task.stream, start, end, task.takes)
         starts.append(start)
         ends.append(end)
         tails[task.stream] = end
@@ -139,6 +159,7 @@ def schedule(
         stalls=tuple(stalls),
         host_end_us=host_us,
         host_idle_us=MappingProxyType(host_idle),
+        slowed_us=MappingProxyType(slowed),
     )
 
 

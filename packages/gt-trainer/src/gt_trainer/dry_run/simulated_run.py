@@ -108,9 +108,11 @@ class SimulatedRun:
         num_gpus, speed = self.facts.num_gpus, self.tokens_per_second_per_gpu
         copies_us = self._total(lambda graph: graph.copies_exposed_us)
         host_us = self._total(lambda graph: graph.host_idle_us)
+        slowed_us = self._total(lambda graph: graph.slowed_us)
+        slowed = f" ({ms(slowed_us)} of it slowed by collectives)" if slowed_us else ""
         parts = (
             *([self._microbatches()] * (self.facts.num_microbatches > 1)),
-            f"{ms(self._total(lambda graph: graph.compute_us))} computing",
+            f"{ms(self._total(lambda graph: graph.compute_us))} computing{slowed}",
             f"{ms(self.exposed_us)} exposed communication",
             *([f"{ms(copies_us)} waiting for copies"] * (copies_us > 0)),
             f"{ms(host_us)} waiting for the host; {ms(self.optimizer_us)} optimizer",
