@@ -38,3 +38,17 @@ def test_a_child_that_is_killed_is_told():
 def test_a_child_that_takes_too_long_is_killed():
     with pytest.raises(ChildFailedError, match=r"^it was not done after 0.2 s$"):
         run_in_child(lambda: time.sleep(60), timeout_seconds=0.2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_child_that_is_ended_with_its_parent_says_nothing(capfd, number):
+    def raise_in_child(number, frame):
+        raise KeyboardInterrupt
+
+    previous = signal.signal(number, raise_in_child)
+    try:
+        with pytest.raises(ChildFailedError, match=f"ended with status -{number}$"):
+            run_in_child(lambda: os.kill(os.getpid(), number), timeout_seconds=60)
+    finally:
+        signal.signal(number, previous)
+    assert capfd.readouterr().err == ""

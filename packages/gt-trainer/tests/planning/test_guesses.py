@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 from planning.small_problems import small_problem
 
 from gt_passes.simulation import Hardware, h100_sxm
-from gt_trainer.planning.guesses import _bubble_us, _kept_bytes, _weights_us, guessed_us
+from gt_pipeline.schedules import Action, schedule_of
+from gt_trainer.planning.candidates import SCHEDULES
+from gt_trainer.planning.guesses import (
+    _bubble_us,
+    _in_flight_bytes,
+    _kept_bytes,
+    _weights_us,
+    guessed_us,
+    most_in_flight,
+    order,
+)
 from gt_trainer.planning.pipeline_layouts import PipelineLayouts
 from gt_trainer.planning.run_recipe import RunRecipe
 from gt_trainer.planning.step_bounds import step_bound
@@ -73,11 +84,56 @@ def test_few_microbatches_leave_every_schedule_of_a_pipeline_waiting():
             memory_policy="save_all",
         )
         bound = step_bound(recipe, _MODEL, PipelineLayouts(_MODEL).of(recipe), _MACHINE)
-        return _bubble_us(recipe, bound) / bound.compute_us
+        return _bubble_us(recipe, bound, bound.compute_us) / bound.compute_us
 
     assert waiting("1F1B", 1) >= 1.0
     assert waiting("ZBVZeroBubble", 1) >= 0.5
     assert waiting("ZBVZeroBubble", 8) < waiting("Interleaved1F1B", 8) < waiting("1F1B", 8)
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_microbatches_in_flight_are_those_of_the_schedule(schedule: str, pp: int) -> None:
+    num_stages = pp if schedule == "1F1B" else 2 * pp
+    for num_microbatches in range(2 * pp if schedule == "DualPipeV" else pp, 5 * pp, pp):
+        lists = schedule_of(
+            schedule, num_ranks=pp, num_stages=num_stages, num_microbatches=num_microbatches
+        ).compute
+        held = [most for actions in lists for most in _in_flight(actions)]
+        expected = (max(kept for kept, _ in held), max(put_off for _, put_off in held))
+        assert most_in_flight(schedule, pp, num_microbatches) == expected
+
+
+def _in_flight(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
+    kept = put_off = 0
+    for action in actions:
+        for part in action.compute_parts:
+            kept += {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_INPUT": -1}.get(part.kind, 0)
+            put_off += {"BACKWARD_INPUT": 1, "BACKWARD_WEIGHT": -1}.get(part.kind, 0)
+            yield kept, put_off
+
+
+def test_gradients_of_weights_that_are_put_off_are_held_whatever_is_computed_again() -> None:
+    def held(schedule: str, policy: str) -> float:
+        recipe = RunRecipe(
+            pp=2, schedule=schedule, microbatch=1, global_batch=8, memory_policy=policy
+        )
+        layout = PipelineLayouts(_MODEL).of(recipe)
+        ranks = [layout.of_rank(rank) for rank in range(2)]
+        return max(_in_flight_bytes(recipe, _MODEL, stages) for stages in ranks)
+
+    assert held("Interleaved1F1B", "full_recompute") < 0.3 * held("Interleaved1F1B", "selective")
+    for policy in ("selective", "selective_alternate", "full_recompute"):
+        assert held("ZBVZeroBubble", policy) > held("Interleaved1F1B", "selective")
+        assert held("DualPipeV", policy) < held("ZBVZeroBubble", policy)
+
+
+def test_what_is_less_likely_to_fit_comes_later() -> None:
+    capacity = _MACHINE.hbm_capacity_bytes
+    places = [order(1.0, part * capacity, _MACHINE) for part in (0.5, 0.9, 0.95, 1.0, 1.01, 2.0)]
+    assert places[0] == places[1] == 1.0
+    assert places == sorted(places)
+    assert order(1.3, 0.9 * capacity, _MACHINE) < order(1.0, capacity, _MACHINE)
 
 
 def test_what_tensor_parallelism_gathers_is_kept_unless_all_is_computed_again():

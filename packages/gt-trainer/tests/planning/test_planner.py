@@ -1,11 +1,14 @@
 """What a search makes of what its children tell."""
 
-import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 from planning.outcomes import outcome
 
-from gt_trainer.planning.planner import _batches, _Found, _take_results
+from gt_passes.simulation import h100_sxm
+from gt_trainer.planning.learned_order import Guess, LearnedOrder
+from gt_trainer.planning.planner import _batches, _Found, _sharing_capture, _take_results
+from gt_trainer.planning.run_recipe import RunRecipe
 from gt_trainer.planning.search import Bounded, Frontier
 from gt_trainer.planning.simulate_recipes import _moved
 
@@ -13,6 +16,19 @@ from gt_trainer.planning.simulate_recipes import _moved
 class _Child:
     def __init__(self, results):
         self.result = lambda: results
+
+
+def _found(*outcomes, least_bytes=0):
+    guesses = [
+        Guess(recipe=each.recipe, step_us=(each.step_us,), held_bytes=each.peak_bytes)
+        for each in outcomes
+    ]
+    order = LearnedOrder(guesses, [h100_sxm()])
+    return _Found(least_bytes=[least_bytes] * len(outcomes), order=order)
+
+
+def _frontier(*outcomes):
+    return Frontier([Bounded(item=each.recipe, bounds=(1.0,), guess=0.0) for each in outcomes])
 
 
 def test_a_result_below_its_bound_is_a_failure_and_the_search_goes_on():
@@ -23,7 +39,7 @@ def test_a_result_below_its_bound_is_a_failure_and_the_search_goes_on():
             Bounded(item=right.recipe, bounds=(1e6,), guess=1.0),
         ]
     )
-    batch, found = [frontier.take(), frontier.take()], _Found(least_bytes=[0, 0])
+    batch, found = [frontier.take(), frontier.take()], _found(wrong, right)
     _take_results(_Child([(wrong,), (right,)]), batch, frontier, found, lambda line: None)
     assert found.outcomes == [(right,)]
     (failure,) = found.failures
@@ -36,7 +52,7 @@ def test_a_result_below_its_bound_is_a_failure_and_the_search_goes_on():
 def test_a_result_that_holds_less_than_its_bound_is_a_failure():
     small = outcome(8, gib=40)
     frontier = Frontier([Bounded(item=small.recipe, bounds=(1.0,), guess=0.0)])
-    found = _Found(least_bytes=[50 * 2**30])
+    found = _found(small, least_bytes=50 * 2**30)
     _take_results(_Child([(small,)]), [frontier.take()], frontier, found, lambda line: None)
     assert found.outcomes == []
     (failure,) = found.failures
@@ -46,12 +62,31 @@ def test_a_result_that_holds_less_than_its_bound_is_a_failure():
     )
 
 
-def test_nothing_more_is_begun_when_enough_was_found():
-    bounded = [Bounded(item=outcome(n).recipe, bounds=(1.0,), guess=float(n)) for n in (2, 4, 8)]
-    found = _Found(outcomes=[(outcome(8, gib=90),), (outcome(4),)])
-    until = time.monotonic() + 100
+def test_nothing_more_is_begun_when_enough_was_found_or_time_is_over():
+    first, second = outcome(8), outcome(4)
+    frontier = _frontier(first, second)
+    found = _found(first, second)
+    found.outcomes += [(outcome(8, gib=90),), (outcome(4),)]
     assert found.num_fitting == 1
-    assert list(_batches(Frontier(bounded), None, (), found, until, 1)) == []
+    assert list(_batches(frontier, None, (), found, lambda: False, 1)) == []
+    assert list(_batches(frontier, None, (), found, lambda: True, 2)) == []
+    assert frontier.num_left == 2
+
+
+def test_beside_a_recipe_its_capture_serves_what_is_thought_to_come_soon():
+    soon, fuller, other = (
+        RunRecipe(pp=2, schedule=schedule, microbatch=1, global_batch=8, memory_policy="selective")
+        for schedule in ("ZBVZeroBubble", "DualPipeV", "1F1B")
+    )
+    recipes = [replace(soon, schedule="Interleaved1F1B"), soon, fuller, other]
+    guesses = [
+        Guess(recipe=each, step_us=(1e6,), held_bytes=2e11 if each is fuller else 1e9)
+        for each in recipes
+    ]
+    frontier = Frontier([Bounded(item=each, bounds=(1.0,), guess=0.0) for each in recipes])
+    number, recipe = frontier.take()
+    order = LearnedOrder(guesses, [h100_sxm()])
+    assert _sharing_capture(number, recipe, frontier, order) == [(1, soon)]
 
 
 def test_moved_constants_are_told_as_faster_and_slower():

@@ -77,10 +77,18 @@ def test_a_search_that_stops_says_what_is_left():
     assert (frontier.num_cut, frontier.num_left) == (1, 1)
 
 
+def test_what_was_learned_puts_the_rest_in_another_order():
+    frontier = Frontier([_bounded("a", 1.0, 0.0), _bounded("b", 2.0, 1.0), _bounded("c", 3.0, 2.0)])
+    number, _ = frontier.take()
+    frontier.record(number, (9.0,))
+    frontier.reorder(lambda number: -number)
+    assert [frontier.take()[1], frontier.take()[1], frontier.take()] == ["c", "b", None]
+
+
 def test_takes_beside_it_what_is_wanted_and_could_win():
     frontier = Frontier([_bounded(name, bound) for name, bound in (("a1", 1), ("a2", 2), ("b", 1))])
     frontier.take()
-    assert [item for _, item in frontier.take_also(lambda item: item[0] == "a")] == ["a2"]
+    assert [item for _, item in frontier.take_also(lambda _, item: item[0] == "a")] == ["a2"]
     assert frontier.take()[1] == "b"
 
 

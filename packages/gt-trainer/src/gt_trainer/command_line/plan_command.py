@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 
 from gt_trainer.command_line.command_line import CommandLine, UsageError, flags_given
 from gt_trainer.command_line.known_flags import with_underscores
@@ -24,6 +27,32 @@ _IN_RECIPES = frozenset(
 """Flags that a recipe sets."""
 
 
+class _Termination:
+    """SIGTERM while a plan is searched: it ends the search. Again, it ends the process at once."""
+
+    def __init__(self) -> None:
+        self.was_asked = False
+        self._previous = signal.getsignal(signal.SIGTERM)
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        """Inside it is kept; at the end it goes to whoever handled it before."""
+        if self._previous in (signal.SIG_IGN, None):  # None: it could not be put back
+            yield
+            return
+        signal.signal(signal.SIGTERM, self._ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, self._previous)
+        if self.was_asked:
+            signal.raise_signal(signal.SIGTERM)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.was_asked = True
+        signal.signal(number, self._previous)
+
+
 def asked_plan(
     config: GraphTrainer.Config,
     command: CommandLine,
@@ -32,6 +61,8 @@ def asked_plan(
     show: Callable[[str], object],
 ) -> None:
     """Make the plan that a command line asks for, and show it.
+
+    SIGTERM ends the search: what was found by then is shown, and written nowhere.
 
     Args:
         config: with the flags of the command line.
@@ -49,6 +80,7 @@ def asked_plan(
     values = {flag: _value(config, flag) for flag in sorted(flags_given(of_recipes) & _IN_RECIPES)}
     if values.get(_SHARDS) == -1:  # whatever is left
         del values[_SHARDS]
+    termination = _Termination()
     try:
         question = PlanQuestion(
             cluster=load_cluster(options.cluster),
@@ -61,15 +93,17 @@ def asked_plan(
             further=further,
             model_flags=f"--module {command.module} --config {command.config}",
         )
-        found = make_plan(
-            config,
-            question,
-            asked=flags_given(further),
-            tell=lambda line: tell(f"gt-train: {line}"),
-        )
+        with termination.handled():
+            found = make_plan(
+                config,
+                question,
+                asked=flags_given(further),
+                tell=lambda line: tell(f"gt-train: {line}"),
+                is_stopped=lambda: termination.was_asked,
+            )
+            show(f"{found}\n")
     except (ClusterFileError, NoRecipeError) as error:
         raise UsageError(str(error)) from None
-    show(f"{found}\n")
     if options.page is not None:
         written = write_plan_page(found, config, options.page, asked=flags_given(further))
         show(f"written: {', '.join(map(str, written))}\n")

@@ -2,13 +2,15 @@
 
 Bounds say what may be cut; these guesses say in which order the rest is looked at. They add to a
 bound what it leaves out because it cannot be proven: communication that nothing hides, activations
-that a memory policy keeps, microbatches that are in flight. Their factors were read off dry runs of
-Llama 3 8B and 405B; a wrong one costs time, never the answer.
+that a memory policy keeps, microbatches that are in flight, gradients of weights that are put off.
+Their factors were read off dry runs of Llama 3 8B and 405B; a wrong one costs time, never the
+answer, and what was simulated corrects it (``learned_order``).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gt_trainer.planning.model_counts import ModelCounts, PipelineLayout, StageParts
@@ -29,6 +31,19 @@ Llama 3 8B and DeepSeek-V3 16B."""
 _ALTERNATE_DROPS = 0.43
 """Of the results of dense products, what is computed again if every second one is."""
 
+_ALTERNATE_REPEATS = 1.07
+"""Time of its operators, over that of a policy which computes no product again."""
+
+_PUT_OFF = 2.35
+"""What a layer holds for its put-off gradients of weights, over all products' results: the inputs
+of these products and gradients of their results. As the next two, of 405B's captured stages."""
+
+_BESIDE_A_PAIR = 0.65
+"""Of exchanges inside of layers, what DualPipeV exposes: the other half of a pair computes."""
+
+_EXPOSED_ENDS = 0.5
+"""Of what a pipeline gathers and reduces, once each: its first gathers and last reductions."""
+
 _LAST_PRODUCT_BYTES = 10
 """For each weight of the projection to logits, while its gradient is made: both, and their sums."""
 
@@ -42,11 +57,14 @@ _SUMMED_BYTES = 8
 _EXPOSED_EXCHANGES = {False: 1.0, True: 0.4}
 """Of token exchanges, without EP overlap and with it."""
 
-_KERNELS = 120
-"""Launches of a layer, forward and backward."""
+_LAUNCHES = 120
+"""Of a layer, forward and backward."""
 
-_MARGIN = 1.05
-"""By how much a guess at memory may exceed the device's before it counts as too much."""
+_SHARED_LAUNCHES = 20
+"""What tensor parallelism adds to them, and as many context parallelism."""
+
+_SURE = 0.9
+"""Part of a device's memory within which a recipe is thought to fit: guesses may be wrong."""
 
 
 def guessed_us(
@@ -68,23 +86,40 @@ def guessed_us(
         * layers
         * ring_us(activations * recipe.cp / recipe.tp / 4, recipe.cp, recipe.tp, hardware)
     )
-    computing = bound.compute_us * _BESIDE_PRODUCTS + _bubble_us(recipe, bound)
+    computing = bound.compute_us * _BESIDE_PRODUCTS
+    if recipe.memory_policy == "selective_alternate":
+        computing *= _ALTERNATE_REPEATS
     computing += _weights_us(recipe, model, layout, hardware)
-    if recipe.pp > 1 or recipe.ep > 1 or recipe.reduces_once:  # nobody records those steps
-        launches = _KERNELS * layers * recipe.num_microbatches
-        computing = max(computing, launches * hardware.host_kernel_us)
-    hidden = bound.carried_us.get("fsdp", 0.0) + bound.carried_us.get("efsdp", 0.0)
-    hidden *= 2 if recipe.memory_policy != "save_all" else 1.5
-    hidden += _latencies_us(recipe, layers, hardware)
     exchanges = bound.carried_us.get("ep", 0.0) * _EXPOSED_EXCHANGES[recipe.ep_overlap]
+    inside = tensor_us + context_us + exchanges
+    if recipe.schedule == "DualPipeV":
+        inside *= _BESIDE_A_PAIR
+    working = max(computing + inside, _launches_us(recipe, layers, hardware))
+    total = working + _bubble_us(recipe, bound, working)
+    carried = bound.carried_us.get("fsdp", 0.0) + bound.carried_us.get("efsdp", 0.0)
+    latencies_us = _latencies_us(recipe, layers, hardware)
+    if recipe.pp > 1:
+        total += _EXPOSED_ENDS * (carried + latencies_us)
+    else:
+        hidden = carried * (2 if recipe.memory_policy != "save_all" else 1.5) + latencies_us
+        total += max(0.0, hidden - computing)
     replicas_us = ring_us(
         2 * bound.state_bytes / 3,
         recipe.dp_replicate,
         recipe.num_gpus // recipe.dp_replicate,
         hardware,
     )
-    total = computing + tensor_us + context_us + exchanges + replicas_us
-    return total + max(0.0, hidden - computing) + bound.optimizer_us
+    return total + replicas_us + bound.optimizer_us
+
+
+def _launches_us(recipe: RunRecipe, layers: float, hardware: Hardware) -> float:
+    """What the host takes to launch a step that nobody records: computation waits for it."""
+    if recipe.pp == 1 and recipe.ep == 1 and not recipe.reduces_once:
+        return 0.0
+    launches = _LAUNCHES + _SHARED_LAUNCHES * ((recipe.tp > 1) + (recipe.cp > 1))
+    if recipe.memory_policy == "full_recompute":
+        launches *= 4 / 3
+    return launches * layers * recipe.num_microbatches * hardware.host_kernel_us
 
 
 def _weights_us(
@@ -104,10 +139,16 @@ def _weights_us(
     return 1e6 * recipe.num_microbatches * num_bytes / rate
 
 
-def _bubble_us(recipe: RunRecipe, bound: StepBound) -> float:
-    """A rank waits for a microbatch on each of the others, and for less where halves fill it."""
+def _bubble_us(recipe: RunRecipe, bound: StepBound, working_us: float) -> float:
+    """A rank waits for a microbatch on each of the others, and for less where halves fill it.
+
+    Args:
+        recipe: how many microbatches there are, and who waits for them.
+        bound: of it.
+        working_us: of all microbatches on a rank.
+    """
     stages_per_rank = 1 if recipe.schedule == "1F1B" else 2
-    of_one_us = bound.compute_us / recipe.num_microbatches / stages_per_rank
+    of_one_us = working_us / recipe.num_microbatches / stages_per_rank
     is_filled = recipe.schedule in SPLIT_BACKWARDS and recipe.num_microbatches >= 2 * recipe.pp
     return max(bound.bubble_us, (recipe.pp - 1) * of_one_us / (3 if is_filled else 1))
 
@@ -137,9 +178,6 @@ def guessed_bytes(
     tokens = recipe.microbatch * model.seq_len / (recipe.tp * recipe.cp)
     ranks = (layout.of_rank(rank) for rank in range(len(layout.by_rank)))
     stages = max(ranks, key=lambda each: sum(stage.layers.outputs_width for stage in each))
-    kept = tokens * sum(
-        _kept_bytes(recipe.memory_policy, model, stage, recipe.tp) for stage in stages
-    )
     again = tokens * max(
         _again_bytes(recipe.memory_policy, model, stage, recipe.tp) for stage in stages
     )
@@ -157,13 +195,15 @@ def guessed_bytes(
         if recipe.num_microbatches > 1:
             state += bound.state_bytes / 3
     ends = 8 * tokens * model.dim * model.activation_bytes
-    return state + kept * _in_flight(recipe, len(stages)) + again + whole + ends
+    return state + tokens * _in_flight_bytes(recipe, model, stages) + again + whole + ends
 
 
 def order(guess_us: float, guess_bytes: float, hardware: Hardware) -> float:
-    """By what is thought to take least; what is not thought to fit comes after it."""
-    over = guess_bytes / (hardware.hbm_capacity_bytes * _MARGIN)
-    return guess_us * (1.0 if over <= 1 else 2.0 * over)
+    """By what is thought to take least; the less likely it is to fit, the later it comes."""
+    part = guess_bytes / hardware.hbm_capacity_bytes
+    if part > 1:
+        return guess_us * 2 * part
+    return guess_us * (1 + 5 * max(0.0, part - _SURE))
 
 
 def _again_bytes(policy: str, model: ModelCounts, stage: StageParts, tp: int) -> float:
@@ -192,11 +232,38 @@ def _kept_bytes(policy: str, model: ModelCounts, stage: StageParts, tp: int) -> 
     return width * model.activation_bytes
 
 
-def _in_flight(recipe: RunRecipe, stages_per_rank: int) -> float:
-    """Microbatches of a stage whose forward is waiting for its backward."""
-    if recipe.pp == 1:
-        return 1.0
-    rounds = 1.0 if stages_per_rank == 1 else 1.5
-    if recipe.schedule in SPLIT_BACKWARDS:
-        rounds = 1.1
-    return min(recipe.num_microbatches, recipe.pp * rounds)
+def _put_off_bytes(policy: str, model: ModelCounts, stage: StageParts, tp: int) -> float:
+    """For one token of one microbatch, from gradients of inputs to gradients of weights."""
+    width = _PUT_OFF * stage.layers.outputs_width
+    if tp > 1:  # gathered inputs and gradients, and what a forward has kept for longer
+        gathered = 4 if policy == "full_recompute" else 5
+        width += gathered * tp * stage.num_layers * model.dim
+    return width * model.activation_bytes
+
+
+def _in_flight_bytes(recipe: RunRecipe, model: ModelCounts, stages: Sequence[StageParts]) -> float:
+    """For one token of a microbatch, what the stages of a rank hold of all that are under way."""
+    policy = recipe.memory_policy
+    kept = sum(_kept_bytes(policy, model, stage, recipe.tp) for stage in stages)
+    if recipe.schedule is None:
+        return kept
+    put_off = sum(_put_off_bytes(policy, model, stage, recipe.tp) for stage in stages)
+    num_kept, num_put_off = most_in_flight(recipe.schedule, recipe.pp, recipe.num_microbatches)
+    return max(num_kept * kept, num_put_off * put_off) / len(stages)
+
+
+def most_in_flight(schedule: str, pp: int, num_microbatches: int) -> tuple[int, int]:
+    """Microbatches of each of the fullest rank's stages, counted together.
+
+    Returns:
+        Those whose forward waits for its backward, and those whose gradients of weights are put
+        off: the most of either.
+    """
+    if schedule == "1F1B":
+        return min(num_microbatches, pp), 0
+    if schedule == "Interleaved1F1B":
+        return min(2 * num_microbatches, 3 * pp - (num_microbatches % pp == 0)), 0
+    if schedule == "DualPipeV":
+        return 2 * pp + 1, pp
+    drained = max(0, 2 * (num_microbatches - pp))
+    return 2 * min(num_microbatches, pp), min(drained + 1, 2 * pp - 1)

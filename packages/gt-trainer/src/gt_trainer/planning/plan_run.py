@@ -69,6 +69,7 @@ def make_plan(
     *,
     asked: Collection[str] = (),
     tell: Callable[[str], None] = lambda line: None,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> PlanAnswer:
     """Plan runs of a model.
 
@@ -77,6 +78,7 @@ def make_plan(
         question: what is asked.
         asked: the flags of ``config`` that the user gave.
         tell: is told what was found, recipe by recipe.
+        is_stopped: as for ``search_plan``; other numbers of GPUs are left out then.
 
     Raises:
         NoRecipeError: it cannot be; the text says what is nearest.
@@ -115,9 +117,10 @@ def make_plan(
         seconds=60 * question.minutes,
         enough=question.enough,
         tell=tell,
+        is_stopped=is_stopped,
     )
     scaling: tuple[ScalingPoint, ...] = ()
-    if question.scaling_minutes is not None:
+    if question.scaling_minutes is not None and not is_stopped():
         scaling = scaling_curve(
             config,
             model,
@@ -126,6 +129,7 @@ def make_plan(
             asked=asked,
             seconds=60 * question.scaling_minutes,
             tell=tell,
+            is_stopped=is_stopped,
         )
     spec = config.model_spec
     assert spec is not None
@@ -263,9 +267,8 @@ def _enough_gpus(request: PlanRequest, model: ModelCounts, cluster: Cluster) -> 
 
 
 def _fits(request: PlanRequest, model: ModelCounts, cluster: Cluster) -> bool:
-    capacity = cluster.hardware.hbm_capacity_bytes
     bounded = bounded_candidates(candidates(request, model), model, [cluster.hardware])
-    return any(bound.peak_bytes <= capacity for _, bound in bounded)
+    return any(each.could_fit for each in bounded)
 
 
 def _precisions(config: GraphTrainer.Config, fixed: Mapping[str, object]) -> list[str]:

@@ -7,6 +7,8 @@ everything once, has no thread and runs no graph, so that children can be forked
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import os
 import time
@@ -20,9 +22,11 @@ from gt_config import ConfigError
 from gt_passes.simulation import Hardware
 from gt_pipeline.errors import GtPipelineError
 from gt_trainer.device import intended_for
+from gt_trainer.dry_run.numbers_as_text import GIB
 from gt_trainer.launcher.child import ChildFailedError, RunningChild
 from gt_trainer.planning.candidates import PlanRequest, candidates
-from gt_trainer.planning.guesses import guessed_bytes, guessed_us, order
+from gt_trainer.planning.guesses import guessed_bytes, guessed_us
+from gt_trainer.planning.learned_order import Guess, LearnedOrder
 from gt_trainer.planning.model_counts import ModelCounts
 from gt_trainer.planning.pipeline_layouts import PipelineLayouts
 from gt_trainer.planning.recipe_config import recipe_config
@@ -35,11 +39,20 @@ from gt_trainer.planning.simulate_recipes import (
     refused,
     simulate_recipes,
 )
-from gt_trainer.planning.step_bounds import StepBound, step_bound
+from gt_trainer.planning.step_bounds import StepBound, seen_by_bounds, step_bound
 from gt_trainer.trainer import GraphTrainer
 
 _MOST_CHILDREN = 4
 """Each holds up to 1.5 GB."""
+
+_LOOKS_EVERY_SECONDS = 1.0
+"""Whether its time is over."""
+
+_WORTH_BESIDE = 1.4
+"""By how much a guess may be above that of a recipe whose capture serves it too."""
+
+_VARIANTS = 32
+"""As many bounds are remembered: of schedules, precisions, and whether all is computed again."""
 
 _Numbered = list[tuple[int, RunRecipe]]
 
@@ -79,11 +92,28 @@ class SearchedPlan:
         return sorted(of_machine, key=lambda each: each.step_us)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundedRecipe:
+    """A candidate before it is simulated."""
+
+    bounded: Bounded[RunRecipe]
+    least_bytes: int
+    """That it holds by its bounds."""
+
+    guess: Guess
+
+    @property
+    def could_fit(self) -> bool:
+        """On the first machine."""
+        return math.isfinite(self.bounded.bounds[0])
+
+
 @dataclass(slots=True)
 class _Found:
-    least_bytes: Sequence[int] = ()
+    least_bytes: Sequence[int]
     """That each candidate holds by its bounds."""
 
+    order: LearnedOrder
     outcomes: list[Outcomes] = field(default_factory=list)
     refusals: Counter[str] = field(default_factory=Counter)
     failures: list[Unsimulated] = field(default_factory=list)
@@ -104,6 +134,7 @@ def search_plan(
     seconds: float,
     enough: float = math.inf,
     tell: Callable[[str], None] = lambda line: None,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> SearchedPlan:
     """Search until nothing is left that could be better, or time is up.
 
@@ -116,23 +147,34 @@ def search_plan(
         seconds: for which to search; what is not done by then is left.
         enough: after so many recipes that fit on the first machine nothing more is begun.
         tell: is told, once in a while, what has been found.
+        is_stopped: asked once in a while: True ends the search as if time were up.
     """
     begin = time.monotonic()
-    bounded = list(bounded_candidates(candidates(request, model), model, machines))
-    frontier = Frontier(each for each, _ in bounded)
-    found = _Found(least_bytes=[bound.peak_bytes for _, bound in bounded])
+
+    def is_over() -> bool:
+        return is_stopped() or time.monotonic() >= begin + seconds
+
+    recipes = itertools.takewhile(lambda _: not is_stopped(), candidates(request, model))
+    bounded = list(bounded_candidates(recipes, model, machines))
+    frontier = Frontier(each.bounded for each in bounded)
+    found = _Found(
+        least_bytes=[each.least_bytes for each in bounded],
+        order=LearnedOrder([each.guess for each in bounded], machines),
+    )
     with intended_for("cuda"):
-        until = begin + seconds
-        batches = _batches(frontier, base, asked, found, until, enough)
-        _simulate(batches, frontier, base, machines, asked, found, until, tell)
+        batches = _batches(frontier, base, asked, found, is_over, enough)
+        _simulate(batches, frontier, base, machines, asked, found, is_over, tell)
+    could_fit = [each.bounded.bounds[0] for each in bounded if each.could_fit]
     return SearchedPlan(
         machines=tuple(machines),
         outcomes=tuple(found.outcomes),
         num_candidates=frontier.num_candidates,
-        num_without_memory=sum(not any(map(math.isfinite, each.bounds)) for each, _ in bounded),
+        num_without_memory=sum(
+            not any(map(math.isfinite, each.bounded.bounds)) for each in bounded
+        ),
         num_cut=frontier.num_cut,
         num_left=frontier.num_left,
-        least_us=min((b.bounds[0] for b, _ in bounded if math.isfinite(b.bounds[0])), default=None),
+        least_us=min(could_fit, default=None),
         refusals=tuple(found.refusals.most_common()),
         failures=tuple(found.failures),
         seconds=time.monotonic() - begin,
@@ -141,25 +183,39 @@ def search_plan(
 
 def bounded_candidates(
     recipes: Iterable[RunRecipe], model: ModelCounts, machines: Sequence[Hardware]
-) -> Iterator[tuple[Bounded[RunRecipe], StepBound]]:
-    """Recipes whose stages exist, with their bounds on each machine; and those on the first."""
+) -> Iterator[BoundedRecipe]:
+    """Recipes whose stages exist, with their bounds and guesses on each machine."""
     layouts = PipelineLayouts(model)
+
+    @functools.lru_cache(maxsize=_VARIANTS)  # recipes of the same degrees come one after another
+    def bounds_of(seen: RunRecipe) -> list[StepBound]:
+        return [step_bound(seen, model, layouts.of(seen), machine) for machine in machines]
+
     for recipe in recipes:
         try:
             layout = layouts.of(recipe)
         except GtPipelineError:
             continue
-        bounds = [step_bound(recipe, model, layout, machine) for machine in machines]
-        held = guessed_bytes(recipe, model, layout, bounds[0])
-        orders = [
-            order(guessed_us(recipe, model, layout, bound, machine), held, machine)
-            for bound, machine in zip(bounds, machines, strict=True)
-        ]
+        bounds = bounds_of(seen_by_bounds(recipe))
+        guess = Guess(
+            recipe=recipe,
+            step_us=tuple(
+                guessed_us(recipe, model, layout, bound, machine)
+                for bound, machine in zip(bounds, machines, strict=True)
+            ),
+            held_bytes=guessed_bytes(recipe, model, layout, bounds[0]),
+        )
         costs = tuple(
             bound.step_us if bound.peak_bytes <= machine.hbm_capacity_bytes else math.inf
             for bound, machine in zip(bounds, machines, strict=True)
         )
-        yield Bounded(item=recipe, bounds=costs, guess=min(orders)), bounds[0]
+        yield BoundedRecipe(
+            bounded=Bounded(
+                item=recipe, bounds=costs, guess=LearnedOrder([guess], machines).place(0)
+            ),
+            least_bytes=bounds[0].peak_bytes,
+            guess=guess,
+        )
 
 
 def _batches(
@@ -167,11 +223,13 @@ def _batches(
     base: GraphTrainer.Config,
     asked: Collection[str],
     found: _Found,
-    until: float,
+    is_over: Callable[[], bool],
     enough: float,
 ) -> Iterator[_Numbered]:
     """What one child after another is to simulate: a recipe that a run may have, and its like."""
-    while time.monotonic() < until and found.num_fitting < enough:
+    while not is_over() and found.num_fitting < enough:
+        if found.order.has_changed():
+            frontier.reorder(found.order.place)
         taken = frontier.take()
         if taken is None:
             return
@@ -182,9 +240,23 @@ def _batches(
             frontier.record(number, [math.inf] * frontier.num_goals)
             found.refusals[refused(recipe, error).reason] += 1
             continue
-        key = capture_key(recipe)
-        alike = frontier.take_also(lambda other, key=key: capture_key(other) == key)  # type: ignore[misc]  # mypy knows no default of a lambda
-        yield [(number, recipe), *alike]
+        found.order.begin(number)
+        yield [(number, recipe), *_sharing_capture(number, recipe, frontier, found.order)]
+
+
+def _sharing_capture(
+    number: int, recipe: RunRecipe, frontier: Frontier[RunRecipe], order: LearnedOrder
+) -> _Numbered:
+    """Taken beside a recipe: other schedules of its stages that are thought to come soon."""
+    if recipe.schedule is None:
+        return []
+    key, latest = capture_key(recipe), _WORTH_BESIDE * order.place(number)
+
+    def is_wanted(other_number: int, other: RunRecipe) -> bool:
+        is_near = other.pp == recipe.pp and other.dp_shard == recipe.dp_shard
+        return is_near and capture_key(other) == key and order.place(other_number) <= latest
+
+    return frontier.take_also(is_wanted)
 
 
 def _simulate(
@@ -194,13 +266,13 @@ def _simulate(
     machines: Sequence[Hardware],
     asked: Collection[str],
     found: _Found,
-    until: float,
+    is_over: Callable[[], bool],
     tell: Callable[[str], None],
 ) -> None:
     num_children = min(_MOST_CHILDREN, len(os.sched_getaffinity(0)))
     running: dict[RunningChild[list[Outcomes | Unsimulated]], _Numbered] = {}
     try:
-        while time.monotonic() < until:
+        while not is_over():
             while len(running) < num_children and (batch := next(batches, None)) is not None:
                 work = partial(
                     simulate_recipes, base, [each for _, each in batch], machines, asked=asked
@@ -208,9 +280,9 @@ def _simulate(
                 running[RunningChild(work)] = batch
             if not running:
                 return
-            ready = wait(
-                [child.receiver for child in running], timeout=max(0.0, until - time.monotonic())
-            )
+            ready = wait([child.receiver for child in running], timeout=_LOOKS_EVERY_SECONDS)
+            if is_over():
+                return
             for child in [each for each in running if each.receiver in ready]:
                 _take_results(child, running.pop(child), frontier, found, tell)
     finally:
@@ -248,7 +320,8 @@ def _take_results(
                 tell(f"failed: {result[0].recipe}: {reason}")
                 continue
             found.outcomes.append(result)
-            tell(_line(result[0]))
+            tell(_line(result[0], found.order.thought(number)))
+            found.order.learn(number, result[0])
             continue
         frontier.record(number, nothing)
         if result.is_refused:
@@ -265,7 +338,8 @@ def _check_memory(outcome: RecipeOutcome, least_bytes: int) -> None:
         )
 
 
-def _line(outcome: RecipeOutcome) -> str:
+def _line(outcome: RecipeOutcome, thought: Guess) -> str:
     fits = "" if outcome.fits else ", DOES NOT FIT"
-    gib = outcome.peak_bytes / 2**30
-    return f"{outcome.step_us / 1000:,.0f} ms, {gib:.1f} GiB{fits}: {outcome.recipe}"
+    found = f"{outcome.step_us / 1000:,.0f} ms, {outcome.peak_bytes / GIB:.1f} GiB{fits}"
+    guess = f"{thought.step_us[0] / 1000:,.0f} and {thought.held_bytes / GIB:.1f}"
+    return f"{found} (guessed {guess}): {outcome.recipe}"

@@ -71,6 +71,7 @@ def scaling_curve(
     seconds: float,
     sizes: Sequence[int] = SIZES,
     tell: Callable[[str], None] = lambda line: None,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[ScalingPoint, ...]:
     """Bound and simulate each size.
 
@@ -83,6 +84,7 @@ def scaling_curve(
         seconds: for all of it; what is left of them is shared by the sizes that are left.
         sizes: numbers of GPUs, besides that of the plan.
         tell: as for ``search_plan``.
+        is_stopped: as for ``search_plan``; sizes that are left are left out then.
     """
     until = time.monotonic() + seconds
     requests = list(_requests(request, sorted({*sizes, request.num_gpus})))
@@ -100,7 +102,10 @@ def scaling_curve(
                 seconds=max(0.0, left / (len(requests) - number)),
                 enough=1,
                 tell=tell,
+                is_stopped=is_stopped,
             )
+        if is_stopped():
+            break
         points.append(
             ScalingPoint(
                 num_gpus=each.num_gpus,

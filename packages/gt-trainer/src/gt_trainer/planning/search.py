@@ -44,9 +44,8 @@ class Frontier(Generic[ItemT]):
         self._all = list(candidates)
         self.num_goals = len(self._all[0].bounds) if self._all else 0
         self._best: list[tuple[float, int]] = [(math.inf, -1)] * self.num_goals
-        self._heap = [(each.guess, index) for index, each in enumerate(self._all)]
-        heapq.heapify(self._heap)
         self._open = set(range(len(self._all)))
+        self.reorder(lambda index: self._all[index].guess)
 
     @property
     def num_candidates(self) -> int:
@@ -68,6 +67,15 @@ class Frontier(Generic[ItemT]):
         cost, index = self._best[goal] if self._best else (math.inf, -1)
         return (cost, self._all[index].item) if index >= 0 else None
 
+    def reorder(self, guess: Callable[[int], float]) -> None:
+        """Put those that could still win in another order.
+
+        Args:
+            guess: of each, by its number.
+        """
+        self._heap = [(guess(index), index) for index in self._open if self._can_win(index)]
+        heapq.heapify(self._heap)
+
     def take(self) -> tuple[int, ItemT] | None:
         """The next to simulate with its number; None if none is left that could win."""
         while self._heap:
@@ -77,12 +85,12 @@ class Frontier(Generic[ItemT]):
                 return index, self._all[index].item
         return None
 
-    def take_also(self, is_wanted: Callable[[ItemT], bool]) -> list[tuple[int, ItemT]]:
-        """All that are wanted beside one that was taken, and could win."""
+    def take_also(self, is_wanted: Callable[[int, ItemT], bool]) -> list[tuple[int, ItemT]]:
+        """All that are wanted, by number and item, beside one that was taken, and could win."""
         found = [
             index
             for index in sorted(self._open)
-            if is_wanted(self._all[index].item) and self._can_win(index)
+            if is_wanted(index, self._all[index].item) and self._can_win(index)
         ]
         self._open.difference_update(found)
         return [(index, self._all[index].item) for index in found]

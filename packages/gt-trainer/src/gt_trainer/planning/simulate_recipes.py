@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +50,9 @@ def simulate_recipes(
     Raises:
         Exception: whatever building, placing or capturing raises.
     """
-    with intended_for("cuda"):
+    with intended_for("cuda"), warnings.catch_warnings():
+        # Of captures, which run on this machine's CPU: the run will not.
+        warnings.filterwarnings("ignore", message="In CPU autocast")
         found: dict[RunRecipe, Outcomes | Unsimulated] = {}
         configs: dict[RunRecipe, GraphTrainer.Config] = {}
         for recipe in recipes:

@@ -21,9 +21,10 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from gt_trainer.planning.candidates import MEMORY_POLICIES
 from gt_trainer.planning.model_counts import ModelCounts, PipelineLayout, StageParts
 from gt_trainer.planning.rank_placement import ranks_by_domain
 from gt_trainer.planning.run_recipe import RunRecipe
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 ADAM_STATES = 2
 SPLIT_BACKWARDS = frozenset({"ZBVZeroBubble", "DualPipeV", "InterleavedZeroBubble"})
 """Schedules in which gradients of weights may run after those of inputs have left."""
+
+_REPEATS = "full_recompute"
+"""The one policy that surely multiplies again."""
 
 _NO_BANDWIDTH = float("inf")
 
@@ -94,6 +98,12 @@ def step_bound(
     )
 
 
+def seen_by_bounds(recipe: RunRecipe) -> RunRecipe:
+    """The same for recipes that have the same bounds: of memory policies they know the fullest."""
+    policy = recipe.memory_policy if recipe.memory_policy == _REPEATS else MEMORY_POLICIES[0]
+    return replace(recipe, memory_policy=policy, ep_overlap=False)
+
+
 class ProductTimes:
     """How long the products of one microbatch take at least, on one rank.
 
@@ -116,7 +126,7 @@ class ProductTimes:
         pairs = self._tokens * model.seq_len * min(1.0, hardware.attention_mask_density)
         self._attention_us = 4e6 * pairs / (peak * hardware.attention_forward_efficiency)
         self._attention_back_us = 10e6 * pairs / (peak * hardware.attention_backward_efficiency)
-        self._repeats = recipe.memory_policy == "full_recompute"
+        self._repeats = recipe.memory_policy == _REPEATS
 
     def forward_us(self, stage: StageParts) -> float:
         """A forward."""

@@ -1,0 +1,78 @@
+"""What ``gt-train plan`` shows, and what ends it."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from planning.outcomes import outcome, report
+
+from gt_trainer.command_line import plan_command
+from gt_trainer.command_line.command_line import UsageError, parse_command_line
+
+
+class _Ended(BaseException):
+    pass
+
+
+@pytest.fixture
+def ends_by_sigterm():
+    def end(number, frame):
+        raise _Ended
+
+    previous = signal.signal(signal.SIGTERM, end)
+    yield
+    signal.signal(signal.SIGTERM, previous)
+
+
+def _asked(monkeypatch, tmp_path, make_plan, shown):
+    """Ask for a plan that is made so, and for a page; what is shown is added to a list."""
+    page = str(tmp_path / "plan.html")
+    command = parse_command_line(["plan", "--config", "llama3_8b", "--gpus", "8", "--page", page])
+    monkeypatch.setattr(plan_command, "make_plan", make_plan)
+    monkeypatch.setattr(plan_command, "write_plan_page", lambda *args, **options: [page])
+    plan_command.asked_plan(None, command, tell=lambda line: None, show=shown.append)
+
+
+@pytest.mark.usefixtures("ends_by_sigterm")
+def test_sigterm_ends_the_search_and_the_process_when_what_was_found_is_shown(
+    monkeypatch, tmp_path
+):
+    shown = []
+
+    def make_plan(config, question, *, is_stopped, **options):
+        assert not is_stopped()
+        signal.raise_signal(signal.SIGTERM)
+        assert is_stopped()
+        return report((outcome(8),), num_left=3)
+
+    with pytest.raises(_Ended):
+        _asked(monkeypatch, tmp_path, make_plan, shown)
+    (text,) = shown
+    assert "  time was up      one of those left may be faster" in text
+
+
+@pytest.mark.usefixtures("ends_by_sigterm")
+def test_sigterm_again_ends_the_process_at_once(monkeypatch, tmp_path):
+    def make_plan(config, question, **options):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("it goes on")
+
+    with pytest.raises(_Ended):
+        _asked(monkeypatch, tmp_path, make_plan, [])
+
+
+@pytest.mark.usefixtures("ends_by_sigterm")
+def test_nobody_is_ended_who_was_not_asked_to(monkeypatch, tmp_path):
+    shown: list[str] = []
+    _asked(monkeypatch, tmp_path, lambda *args, **options: report((outcome(8),)), shown)
+    assert shown[0].startswith("Plan of llama3 8B on 8 H100 SXM")
+    assert shown[1] == f"written: {tmp_path / 'plan.html'}\n"
+
+
+def test_an_answer_that_cannot_be_run_is_shown_before_it_is_an_error(monkeypatch, tmp_path):
+    too_large, shown = report((outcome(8, gib=90),)), []
+    with pytest.raises(UsageError, match=r"^none of the 1 recipes that were simulated fits$"):
+        _asked(monkeypatch, tmp_path, lambda *args, **options: too_large, shown)
+    assert "  nothing fits     the least that was simulated needs 90.0 GiB of 74.0" in shown[0]
