@@ -45,6 +45,7 @@ class PassManager:
             context says, for every pass where there is a
             ``dump_directory``, else only where ``verify`` is on, a pass declares a bound, and what
             it did may hold something longer.
+        summarize: what the report is to tell of the graph before all passes and after them.
 
     Raises:
         PassDeclarationError: a pass breaks the contract.
@@ -60,6 +61,7 @@ class PassManager:
         verify: bool = True,
         dump_directory: Path | None = None,
         estimate_peak_bytes: Callable[[GraphModule], int] | None = None,
+        summarize: Callable[[GraphModule], object] | None = None,
     ) -> None:
         for graph_pass in passes:
             check_declaration(type(graph_pass))
@@ -70,6 +72,7 @@ class PassManager:
         self._estimate_peak_bytes = estimate_peak_bytes or functools.partial(
             liveness.estimate_peak_bytes, num_live_microbatches=context.num_live_microbatches
         )
+        self._summarize = summarize
         self._always_estimate = estimate_peak_bytes is not None or dump_directory is not None
 
     def run(self, graph_module: GraphModule) -> PassManagerReport:
@@ -146,6 +149,7 @@ class _Run:
 
     def run(self) -> PassManagerReport:
         session = None
+        summary_before = self._summary()
         with Elapsed() as capture_verification:
             if self._manager._verify:
                 session = self._session = VerificationSession(
@@ -179,6 +183,8 @@ class _Run:
             capture_verification=capture_verification,
             complete_verification=complete_verification,
             recompilation=recompilation,
+            summary_before=summary_before,
+            summary_after=self._summary(),
         )
         if self._earlier is not None:
             report = self._earlier.followed_by(report)
@@ -189,6 +195,10 @@ class _Run:
             path.write_text(f"{summary}\n", encoding="utf-8")
             trace_text("graph_passes_summary", lambda: summary)
         return report
+
+    def _summary(self) -> object:
+        summarize = self._manager._summarize
+        return None if summarize is None else summarize(self._graph_module)
 
     def _records(self) -> Iterator[PassRecord]:
         before_ops = self._op_counts()
