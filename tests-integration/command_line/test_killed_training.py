@@ -9,17 +9,20 @@ import sys
 from pathlib import Path
 
 import pytest
-
-NUM_KILLS = 100
+from command_line.kill_cases import TARGETS
 
 
 @pytest.mark.slow  # a start for each kill
+@pytest.mark.parametrize(("num_kills", "num_ranks"), [(100, 1), (15, 4)])
 def test_runs_that_are_killed_at_random_moments_end_bitwise_as_one_that_never_was(
-    tmp_path: Path,
+    tmp_path: Path, num_kills: int, num_ranks: int
 ) -> None:
     own = str(Path(__file__).parents[1])
     done = subprocess.run(
-        [sys.executable, "-m", "command_line.kill_cases", str(tmp_path), str(NUM_KILLS), "0"],
+        [
+            *(sys.executable, "-m", "command_line.kill_cases", str(tmp_path)),
+            *(str(num_kills), "0", str(num_ranks)),
+        ],
         capture_output=True,
         text=True,
         timeout=3600,
@@ -31,7 +34,9 @@ def test_runs_that_are_killed_at_random_moments_end_bitwise_as_one_that_never_wa
         },
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    counts = json.loads(done.stdout)
-    assert counts["kills"] == NUM_KILLS
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert counts["kills"] == num_kills
     assert counts["runs"] > 0
-    assert counts["while saving"] > 0
+    assert counts["set-up"] > 0
+    assert counts["planning"] + counts["writing"] + counts["publishing"] > 0
+    assert num_ranks == 1 or all(counts[target] > 0 for target in TARGETS)

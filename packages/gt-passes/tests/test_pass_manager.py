@@ -459,6 +459,24 @@ def test_passes_that_generate_code_can_run_later_with_the_same_report():
     assert program(in_two) == program(at_once)
 
 
+def test_a_summary_is_made_before_all_passes_and_after_them():
+    graph_module = small_step()
+    passes = [RemoveDeadCode(), WriteCode(edit=write_code)]
+    manager = PassManager(
+        passes,
+        context=PassContext.from_graph(graph_module),
+        summarize=lambda summarized: [
+            name for name in ("sin", "tan") if name in str(summarized.graph)
+        ],
+    )
+    earlier = manager.run_before_code(graph_module)
+    assert (earlier.summary_before, earlier.summary_after) == (["sin"], [])
+    report = manager.run_from_code(graph_module, earlier=earlier, is_verified=True)
+    assert (report.summary_before, report.summary_after) == (["sin"], ["tan"])
+    loaded = pass_report_from_data(pass_report_as_data(earlier))
+    assert manager.run_from_code(graph_module, earlier=loaded).summary_before is None
+
+
 def test_without_a_pass_that_generates_code_nothing_is_left_to_run():
     graph_module = small_step()
     manager = PassManager([RemoveDeadCode()], context=PassContext.from_graph(graph_module))

@@ -47,6 +47,7 @@ class PassManager:
             context says, for every pass where there is a
             ``dump_directory``, else only where ``verify`` is on, a pass declares a bound, and what
             it did may hold something longer.
+        summarize: what the report is to tell of the graph before all passes and after them.
 
     Raises:
         PassDeclarationError: a pass breaks the contract.
@@ -62,6 +63,7 @@ class PassManager:
         verify: bool = True,
         dump_directory: Path | None = None,
         estimate_peak_bytes: Callable[[GraphModule], int] | None = None,
+        summarize: Callable[[GraphModule], object] | None = None,
     ) -> None:
         for graph_pass in passes:
             check_declaration(type(graph_pass))
@@ -72,6 +74,7 @@ class PassManager:
         self._estimate_peak_bytes = estimate_peak_bytes or functools.partial(
             liveness.estimate_peak_bytes, num_live_microbatches=context.num_live_microbatches
         )
+        self._summarize = summarize
         self._always_estimate = estimate_peak_bytes is not None or dump_directory is not None
 
     def run(self, graph_module: GraphModule) -> PassManagerReport:
@@ -159,6 +162,7 @@ class _Run:
 
     def run(self) -> PassManagerReport:
         session = None
+        summary_before = self._summary()
         with Elapsed() as capture_verification:
             if self._manager._verify:
                 session = self._session = self._new_session()
@@ -188,6 +192,8 @@ class _Run:
             capture_verification=capture_verification,
             complete_verification=self._complete_verification or Elapsed(),
             recompilation=recompilation,
+            summary_before=summary_before,
+            summary_after=self._summary(),
         )
         if self._earlier is not None:
             report = self._earlier.followed_by(report)
@@ -205,6 +211,10 @@ class _Run:
             passes=self._passes,
             same_groups=self._manager._context.same_groups,
         )
+
+    def _summary(self) -> object:
+        summarize = self._manager._summarize
+        return None if summarize is None else summarize(self._graph_module)
 
     def _records(self) -> Iterator[PassRecord]:
         self._ops = self._op_counts()

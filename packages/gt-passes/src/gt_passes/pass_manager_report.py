@@ -82,6 +82,13 @@ class PassManagerReport:
     recompilation: Elapsed
     """Time of the one recompilation at the end."""
 
+    summary_before: object = None
+    """What the manager's ``summarize`` said of the graph before all passes; None if nobody asked,
+    and of a graph that was loaded."""
+
+    summary_after: object = None
+    """Likewise, after all passes."""
+
     @property
     def total(self) -> Elapsed:
         """Everything: passes, verification, recompilation."""
@@ -97,6 +104,8 @@ class PassManagerReport:
             capture_verification=self.capture_verification + later.capture_verification,
             complete_verification=self.complete_verification + later.complete_verification,
             recompilation=self.recompilation + later.recompilation,
+            summary_before=self.summary_before,
+            summary_after=later.summary_after,
         )
 
     def __str__(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from gt_trainer.report.layer_table import layer_table
+from gt_trainer.report.layer_table import before_and_after_table, layer_table
 
 LAYER = {"forward": 30, "backward": 60, "collectives": 10}
 COUNTS = {
@@ -41,3 +41,17 @@ def test_bars_have_one_scale():
 
 def test_a_graph_without_operators_has_a_header_alone():
     assert len(rows(layer_table({}))) == 1
+
+
+def test_what_passes_changed_is_told_of_layers_that_were_and_are_equal():
+    layer = {"views": 9, "collective bytes": 2**20, "collectives": 2}
+    before = {"embed": {"views": 1}, **{f"layers.{number}": layer for number in range(3)}}
+    after = {**before, "layers.2": {**layer, "collectives": 1, "waits": 4000}, "(loss)": {}}
+    table = before_and_after_table(before, after)
+    assert [" | ".join(re.split(r" {2,}", row)) for row in rows(table)] == [
+        "layer | views | collectives | waits | collective MiB",
+        "embed | 1 | 0 | 0 | 0.00",
+        "layers.0 to layers.1, each | 9 | 2 | 0 | 1.00",
+        "layers.2 | 9 | 2 → 1 | 0 → 4,000 | 1.00",
+        "(loss) | 0 | 0 | 0 | 0.00",
+    ]

@@ -117,10 +117,18 @@ def test_the_graph_is_shown_by_layer_and_its_passes_by_operator():
         "captured": "Captured the training step",
         "graphs": [[record]],
         "layers": [{"layers.0": {"forward": 7, "backward": 5}}],
+        "by_layer": [
+            {"before": {"layers.0": {"views": 3}}, "after": {"layers.0": {"views": 2}}},
+            {"before": None, "after": None},
+        ],
         "memory": None,
     }
     page = Page(report_page(run(captures=[capture])))
-    assert page.texts["h3"] == ["The graph by layer, as it runs"]
+    assert page.texts["h3"] == [
+        "The graph by layer, as it runs",
+        "The graph by layer, before and after its passes",
+    ]
+    assert "layers.03 → 2" in rows(page)
     assert "recompute-tagged+2 aten.mm.default, -1 aten.t.default" in rows(page)
     assert "layers.075" in rows(page)
 

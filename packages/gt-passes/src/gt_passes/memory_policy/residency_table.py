@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
@@ -41,7 +41,7 @@ class LayerResidency:
 
 
 def residency_by_layer(
-    graph_module: GraphModule, *, layers: str = "layers.*"
+    graph_module: GraphModule, *, layers: str | Callable[[Node], str | None] = "layers.*"
 ) -> tuple[LayerResidency, ...]:
     """What is kept of the forward, by layer in the order of the forward.
 
@@ -50,11 +50,11 @@ def residency_by_layer(
 
     Args:
         graph_module: a captured step.
-        layers: pattern of the names of the modules that are layers.
+        layers: pattern of the names of the modules that are layers, or what says of a node which.
     """
     storages = Storages(graph_module)
     recomputability = Recomputability(storages)
-    names = LayerNames(layers)
+    layer_of = LayerNames(layers).layer_of if isinstance(layers, str) else layers
     num_bytes: dict[str, Counter[Residency]] = {}
     num_tensors: dict[str, Counter[Residency]] = {}
     operators: dict[str, Counter[str]] = {}
@@ -62,7 +62,7 @@ def residency_by_layer(
         residency = _residency(storage, maker, recomputability)
         if residency is None:
             continue
-        layer = names.layer_of(maker) or ""
+        layer = layer_of(maker) or ""
         size = storages.num_bytes[storage]
         num_bytes.setdefault(layer, Counter())[residency] += size
         num_tensors.setdefault(layer, Counter())[residency] += 1

@@ -34,6 +34,7 @@ from gt_trainer.parallelism_options import balance_of
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.pipelines.tied_weight import TiedSchedule, tied_copies, tied_groups, untie_alone
 from gt_trainer.placement.parallelize import parallelize
+from gt_trainer.steps.layer_summary import layer_summary
 from gt_trainer.steps.pipelined_step import PipelinedStep
 from gt_trainer.steps.second_groups import create_second_groups
 from gt_trainer.steps.stage_recipe import StagePasses
@@ -316,6 +317,7 @@ def _new_passes(
 ) -> Callable[[int], StagePasses]:
     live = peak_live(plan.schedule)
     folder = dump_folder / "graph_passes" / f"rank_{dist.get_rank()}"
+    is_recorded = compiler is None and dist.get_rank() == 0
 
     def new_passes(stage_index: int) -> StagePasses:
         mine = options
@@ -328,6 +330,7 @@ def _new_passes(
             debug_folder=folder / f"stage_{stage_index}",
             compiler=compiler,
             num_live_microbatches=plan.live_microbatches,
+            summarize=layer_summary if is_recorded else None,
         )
 
     return new_passes

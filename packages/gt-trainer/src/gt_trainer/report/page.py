@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from gt_trainer.plot import PLOT_STYLE
 from gt_trainer.report.dump_folder import RunRecord
-from gt_trainer.report.layer_table import layer_table
+from gt_trainer.report.layer_table import before_and_after_table, layer_table
 from gt_trainer.report.line_chart import Point, line_chart
 
 _STYLE = """
@@ -26,7 +26,7 @@ polyline { fill: none; stroke: var(--line); stroke-width: 1.6; stroke-linecap: r
 .wide { overflow-x: auto } table { border-collapse: collapse }
 td, th { padding: .2rem .8rem .2rem 0; text-align: left; vertical-align: top }
 td, th { border-bottom: 1px solid var(--faint) }
-td.number { text-align: right; font-variant-numeric: tabular-nums }
+td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
 svg.bar { width: 30rem; max-width: 40vw; display: block; margin-top: .3rem }
 svg.swatch { width: .7rem; display: inline }
 .part0 { fill: #2f6fd0 } .part1 { fill: #8a8a8a } .part2 { fill: #c98a1b }
@@ -161,9 +161,28 @@ def _capture(capture: Mapping[str, Any]) -> str:
         f"<h3>The graph by layer, as it runs</h3>\n{layer_table(each)}"
         for each in capture.get("layers", ())
     )
+    lines += _before_and_after(capture.get("by_layer", ()))
     if capture["memory"]:
         lines.append(f"<pre>{escape(capture['memory'])}</pre>")
     return "\n".join(lines)
+
+
+def _before_and_after(graphs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Of each graph that was captured here what its passes changed, by layer."""
+    known = [each for each in graphs if each["before"] and each["after"]]
+    if not known:
+        return
+    yield (
+        "<h3>The graph by layer, before and after its passes</h3>\n"
+        "<p>Operators by kind, in compiled regions too. Behind products: collectives that have a "
+        "matrix product or attention between their launch and their wait. Memory: given to or "
+        "taken from collectives; left by the forward to the backward.</p>"
+    )
+    for number, each in enumerate(known, start=1):
+        table = before_and_after_table(each["before"], each["after"])
+        if len(known) > 1:
+            table = f"<details><summary>Graph {number} of {len(known)}</summary>\n{table}</details>"
+        yield table
 
 
 def _operator_differences(records: Sequence[Mapping[str, Any]]) -> str:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from gt_passes import PassManagerReport, PassRecord
-from gt_trainer.steps.layer_counts import layer_counts
+from gt_trainer.steps.layer_summary import layer_counts
 from gt_trainer.steps.training_step import StepReport
 
 
@@ -46,6 +46,7 @@ class CaptureLog:
                 "captured": str(report),
                 "graphs": [[_as_data(each) for each in graph.records] for graph in report.passes],
                 "layers": [layer_counts(each) for each in report.graph_modules],
+                "by_layer": [_before_and_after(graph) for graph in report.passes],
                 "memory": memory,
             }
         )
@@ -64,6 +65,10 @@ def _as_data(record: PassRecord) -> dict[str, Any]:
         "operator_differences": dict(record.op_count_differences),
         "refused": [] if record.only_cleans_up else [*_refusals(record)],
     }
+
+
+def _before_and_after(graph: PassManagerReport) -> dict[str, object]:
+    return {"before": graph.summary_before, "after": graph.summary_after}
 
 
 def _refusals(record: PassRecord) -> Iterator[str]:

@@ -22,6 +22,7 @@ from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import Recipe
 from gt_trainer.steps.captured_training_step import CapturedTrainingStep
 from gt_trainer.steps.joint_step import JointForward, JointStep
+from gt_trainer.steps.layer_summary import layer_summary
 from gt_trainer.steps.pipelined_step import PipelinedStep
 from gt_trainer.steps.recipe import ReshardChoice, passes_of, recipe_of
 from gt_trainer.steps.reduce_once_step import ReduceOnceStep
@@ -175,4 +176,5 @@ def _recipe_of(parts: StepParts) -> Recipe:
         parts.options,
         reshard_after_forward=parts.reshard_after_forward,
         debug_folder=parts.dump_folder / "graph_passes" / f"rank_{dist.get_rank()}",
+        summarize=layer_summary if dist.get_rank() == 0 else None,  # whose captures are recorded
     )

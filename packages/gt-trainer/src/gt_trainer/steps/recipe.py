@@ -8,8 +8,11 @@ passes declare to run.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
+
+from torch.fx import GraphModule
 
 from gt_config import CompileConfig
 from gt_config.graph_kinds import PIPELINE_ACTIONS, GraphKind
@@ -102,6 +105,7 @@ def recipe_of(
     reshard_after_forward: ReshardChoice = "default",
     debug_folder: Path | None = None,
     compiler: SubgraphCompiler | None = None,
+    summarize: Callable[[GraphModule], object] | None = None,
 ) -> Recipe:
     """``passes_of``, to be bound to the graphs of a run.
 
@@ -112,6 +116,7 @@ def recipe_of(
             ``options.debug_graph_passes`` asks for them, in one folder for each captured graph.
             Every rank needs its own.
         compiler: as for ``passes_of``.
+        summarize: as for ``PassManager``.
     """
     numbers = itertools.count()
 
@@ -123,7 +128,11 @@ def recipe_of(
             options, graph, reshard_after_forward=reshard_after_forward, compiler=compiler
         )
         return PassManager(
-            passes, context=context, verify=options.verify_passes, dump_directory=dump_directory
+            passes,
+            context=context,
+            verify=options.verify_passes,
+            dump_directory=dump_directory,
+            summarize=summarize,
         )
 
     return build

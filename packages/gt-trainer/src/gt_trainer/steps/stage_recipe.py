@@ -12,7 +12,7 @@ which has loaded what was rewritten.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -33,6 +33,7 @@ class StagePasses:
         debug_folder: as for ``recipe_of``; None writes nothing.
         compiler: as for ``recipe_of``.
         num_live_microbatches: of the stage, that hold at once what their forwards saved.
+        summarize: as for ``PassManager``.
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class StagePasses:
         debug_folder: Path | None = None,
         compiler: SubgraphCompiler | None = None,
         num_live_microbatches: int = 1,
+        summarize: Callable[[GraphModule], object] | None = None,
     ) -> None:
         self._options = options
         self._debug_folder = debug_folder
         self._compiler = compiler
+        self._summarize = summarize
         self.num_live_microbatches = num_live_microbatches
         self._reports: list[tuple[GraphKind, PassManagerReport]] = []
         self._managers: dict[GraphKind, PassManager] = {}
@@ -102,7 +105,12 @@ class StagePasses:
 
     def _manager(self, graph: GraphKind, context: PassContext) -> PassManager:
         folder = None if self._debug_folder is None else self._debug_folder / graph.lower()
-        recipe = recipe_of(self._options, debug_folder=folder, compiler=self._compiler)
+        recipe = recipe_of(
+            self._options,
+            debug_folder=folder,
+            compiler=self._compiler,
+            summarize=self._summarize,
+        )
         return recipe(context, graph)
 
     def _passes_of(self, graph: GraphKind) -> tuple[GraphPass, ...]:
