@@ -116,7 +116,7 @@ def _launches_us(recipe: RunRecipe, layers: float, hardware: Hardware) -> float:
     """What the host takes to launch a step that nobody records: computation waits for it."""
     if recipe.pp == 1 and recipe.ep == 1 and not recipe.reduces_once:
         return 0.0
-    launches = _LAUNCHES + _SHARED_LAUNCHES * ((recipe.tp > 1) + (recipe.cp > 1))
+    launches: float = _LAUNCHES + _SHARED_LAUNCHES * ((recipe.tp > 1) + (recipe.cp > 1))
     if recipe.memory_policy == "full_recompute":
         launches *= 4 / 3
     return launches * layers * recipe.num_microbatches * hardware.host_kernel_us
