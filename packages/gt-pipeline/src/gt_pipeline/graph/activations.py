@@ -11,8 +11,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
+from torch.torch_version import TorchVersion
 
 from gt_pipeline.runner.stage_protocol import ActivationSignature
+
+_MAKES_PARTS_OF_SHARDS = TorchVersion(torch.__version__) >= "2.15"
+"""Whether ``redistribute`` makes parts of a sum of shards, without communication; 2.11 refuses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +107,8 @@ def travelling_gradient(activation: Tensor, gradient: Tensor | None) -> Tensor:
     mesh, wanted = gradient.device_mesh, _gradient_placements(activation)
     # What every rank has whole is made of equal parts: exact on an axis of a power of two.
     whole = [
-        has.is_replicate() and each.is_partial()
+        each.is_partial()
+        and (has.is_replicate() or (has.is_shard() and not _MAKES_PARTS_OF_SHARDS))
         for has, each in zip(gradient.placements, wanted, strict=True)
     ]
     kept = [Replicate() if each else place for each, place in zip(whole, wanted, strict=True)]
