@@ -37,8 +37,6 @@ def test_layout_and_device_are_those_that_a_tensor_says_it_has():
     for tensor in kinds:
         assert layout_of(tensor) == tensor.layout
         assert device_of(tensor) == tensor.device
-    assert {layout_of(tensor) for tensor in kinds[6:]} == {
-        torch.strided,
-        torch.sparse_coo,
-        torch._mkldnn,
-    }
+    real, fake = kinds[:4], kinds[6:]
+    assert {layout_of(each) for each in real} == {torch.strided, torch.sparse_coo, torch._mkldnn}
+    assert {layout_of(each) for each in fake} >= {torch.strided, torch.sparse_coo}
