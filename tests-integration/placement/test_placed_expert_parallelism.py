@@ -85,7 +85,7 @@ def test_experts_that_run_again_in_their_backward_train_like_the_whole_model(
     found = trained(case, four, tmp_path)
     for each in found:
         assert each.expert_axes == {"ep"}
-        assert each.num_exchanges == NUM_EXCHANGES + 3
+        assert each.num_exchanges == NUM_EXCHANGES + 2  # the counts are known
         assert each.miscounted == ()
     assert_moves_what_was_predicted(found)
 

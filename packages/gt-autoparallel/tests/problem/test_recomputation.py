@@ -9,6 +9,7 @@ import torch
 from plan_doubles import S0
 from planned_models import MESH, Stack
 from torch import nn
+from torch.distributed.tensor import Replicate
 
 from gt_autoparallel.errors import InfeasiblePlacementError
 from gt_autoparallel.explanation import explain
@@ -84,6 +85,31 @@ def test_a_result_of_a_norm_that_only_a_view_keeps_alive_counts_in_the_budget(sh
     # Audited: the problem and the audit count bytes each in a way of its own.
     found = of_layer_norms.find(memory_budget_bytes=budget)
     assert 0.8 * budget < found.memory.total <= budget
+
+
+def test_reductions_count_for_a_plan_that_would_exceed_the_budget_there() -> None:
+    with torch.device("meta"):
+        captured = planner_of_model(Stack(2, 64), MESH, (torch.empty(320, 64),))
+    whole = Constraints(inputs={"x": [S0]}, parameters={"*": [Replicate()]})
+    memory = captured.find(constraints=whole).memory
+    at_reduction, at_loss = (sum(e.values()) for e in (memory.at_reduction, memory.at_loss))
+    lines: list[str] = []
+    of_loss = Planner(
+        captured.graph,
+        MESH,
+        signature=captured.signature,
+        loss_bytes=at_reduction - at_loss + 1,  # without a budget the loss is the fullest moment
+        progress=lines.append,
+    )
+    of_loss.find(constraints=whole, relative_gap=1e-3)
+    searched = []
+    for less in (20_000, 60_000):
+        lines.clear()
+        budget = at_reduction - less
+        found = of_loss.find(constraints=whole, memory_budget_bytes=budget, relative_gap=1e-3)
+        searched.append(sum("choices" in line for line in lines))
+        assert sum(found.memory.at_reduction.values()) <= budget
+    assert searched == [1, 2]
 
 
 def test_without_recomputation_the_same_budget_is_out_of_reach() -> None:
