@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -127,14 +127,6 @@ class PassManager:
         """How many passes run before the first that generates code."""
         positions = (at for at, each in enumerate(self.passes) if each.generates_code)
         return next(positions, len(self.passes))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
-    """What the verifier says after a pass; by default, that it has not looked yet."""
-
-    problems: tuple[GraphProblem, ...] = ()
-    is_unchanged: bool = False
 
 
 class _Run:
@@ -265,20 +257,16 @@ class _Run:
             for position in group:
                 self._record(position, self._verify_pass)
 
-    def _verify_pass(self, position: int) -> _Seen:
-        if self._session is None:
-            return _Seen()
-        problems = self._session.verify_pass(position)
-        return _Seen(problems=problems, is_unchanged=self._session.is_unchanged)
+    def _verify_pass(self, position: int) -> Sequence[GraphProblem]:
+        return () if self._session is None else self._session.verify_pass(position)
 
-    def _look_after_pass(self, position: int, *, last: int) -> _Seen:
+    def _look_after_pass(self, position: int, *, last: int) -> Sequence[GraphProblem]:
         assert self._session is not None  # passes are not verified together without one
         if position != last and not is_look_due(*self._passes[position : position + 2]):
-            return _Seen()
-        problems = self._session.look_after_pass(position)
-        return _Seen(problems=problems, is_unchanged=self._session.is_unchanged)
+            return ()
+        return self._session.look_after_pass(position)
 
-    def _record(self, position: int, look: Callable[[int], _Seen]) -> PassRecord:
+    def _record(self, position: int, look: Callable[[int], Sequence[GraphProblem]]) -> PassRecord:
         """Run a pass, and hold it to what it declares."""
         graph_pass, before, before_ops = self._passes[position], self._graph_size, self._ops
         always_estimate = self._manager._always_estimate
@@ -292,17 +280,15 @@ class _Run:
         after_ops = self._op_counts()
         after = self._size(after_ops)
         with Elapsed() as verification:
-            seen = look(position)
-            if seen.is_unchanged:
-                after = before
-            elif not seen.problems and (always_estimate or self._may_exceed_peak(graph_pass)):
+            problems = look(position)
+            if not problems and (always_estimate or self._may_exceed_peak(graph_pass)):
                 if before.peak_memory_bytes is None:
                     assert self._session is not None  # it is that which asks
                     before = self._with_peak(before, self._session.graph_before())
                 after = self._with_peak(after, self._graph_module)
             if self._session is not None:
                 _raise_problems(
-                    (*seen.problems, *find_bound_problems(graph_pass, before, after)),
+                    (*problems, *find_bound_problems(graph_pass, before, after)),
                     after=f"the pass {graph_pass.name}",
                     reproduce=self._reproduction(position, dump_before, dump_after),
                 )
