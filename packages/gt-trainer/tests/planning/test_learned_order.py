@@ -54,3 +54,14 @@ def test_the_best_of_several_machines_decides() -> None:
     small = replace(h100_sxm(), hbm_capacity_bytes=10 * _GIB)
     guess = Guess(recipe=_ALIKE.recipe, step_us=(1e6, 2e6), held_bytes=60 * _GIB)
     assert LearnedOrder([guess], [small, h100_sxm()]).place(0) == 2e6
+
+
+def test_what_only_replicates_otherwise_than_one_that_is_under_way_comes_a_little_later() -> None:
+    order = _order()
+    before = [order.place(number) for number in range(4)]
+    assert not order.has_changed()
+    order.begin(0)
+    assert order.has_changed()
+    assert not order.has_changed()
+    assert order.place(1) == pytest.approx(1.05 * before[1])
+    assert [order.place(2), order.place(3)] == before[2:]

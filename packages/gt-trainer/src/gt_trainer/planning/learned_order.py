@@ -33,6 +33,14 @@ class Guess:
     held_bytes: float
 
 
+def first_place(guess: Guess, machines: Sequence[Hardware]) -> float:
+    """Its place before anything was simulated: on the machine where it comes soonest."""
+    return min(
+        order(step_us, guess.held_bytes, machine)
+        for step_us, machine in zip(guess.step_us, machines, strict=True)
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Correction:
     """What was simulated over what was guessed."""
@@ -45,11 +53,11 @@ class LearnedOrder:
     """The places of recipes in the order, which what is simulated changes.
 
     Args:
-        guesses: of all recipes.
+        guesses: of all recipes; None for one that is never asked for.
         machines: to simulate each on.
     """
 
-    def __init__(self, guesses: Sequence[Guess], machines: Sequence[Hardware]) -> None:
+    def __init__(self, guesses: Sequence[Guess | None], machines: Sequence[Hardware]) -> None:
         self._guesses = guesses
         self._machines = machines
         self._seen: dict[_Kind, list[_Correction]] = {}
@@ -60,15 +68,12 @@ class LearnedOrder:
     def place(self, number: int) -> float:
         """Less for those that come sooner."""
         thought = self.thought(number)
-        place = min(
-            order(step_us, thought.held_bytes, machine)
-            for step_us, machine in zip(thought.step_us, self._machines, strict=True)
-        )
+        place = first_place(thought, self._machines)
         return place * _AGAIN if _but_for_replicas(thought.recipe) in self._begun else place
 
     def thought(self, number: int) -> Guess:
         """What a recipe is thought to take by now."""
-        guess = self._guesses[number]
+        guess = self._guess(number)
         known = self._correction(guess.recipe)
         return Guess(
             recipe=guess.recipe,
@@ -78,7 +83,7 @@ class LearnedOrder:
 
     def begin(self, number: int) -> None:
         """A recipe is to be simulated: from others like it little more is to be learned."""
-        self._begun.add(_but_for_replicas(self._guesses[number].recipe))
+        self._begun.add(_but_for_replicas(self._guess(number).recipe))
         self._is_changed = True
 
     def has_changed(self) -> bool:
@@ -88,7 +93,7 @@ class LearnedOrder:
 
     def learn(self, number: int, outcome: RecipeOutcome) -> None:
         """What was simulated on the first machine."""
-        guess = self._guesses[number]
+        guess = self._guess(number)
         found = _Correction(
             step_us=outcome.step_us / guess.step_us[0],
             held_bytes=outcome.peak_bytes / guess.held_bytes,
@@ -97,6 +102,11 @@ class LearnedOrder:
             self._seen.setdefault(kind, []).append(found)
         self._means.clear()
         self._is_changed = True
+
+    def _guess(self, number: int) -> Guess:
+        guess = self._guesses[number]
+        assert guess is not None  # it fits nowhere, and is never taken
+        return guess
 
     def _correction(self, recipe: RunRecipe) -> _Correction:
         """Of those most alike that were simulated."""

@@ -7,7 +7,9 @@ everything once, has no thread and runs no graph, so that children can be forked
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import itertools
 import math
 import os
@@ -26,7 +28,7 @@ from gt_trainer.dry_run.numbers_as_text import GIB
 from gt_trainer.launcher.child import ChildFailedError, RunningChild
 from gt_trainer.planning.candidates import PlanRequest, candidates
 from gt_trainer.planning.guesses import guessed_bytes, guessed_us
-from gt_trainer.planning.learned_order import Guess, LearnedOrder
+from gt_trainer.planning.learned_order import Guess, LearnedOrder, first_place
 from gt_trainer.planning.model_counts import ModelCounts
 from gt_trainer.planning.pipeline_layouts import PipelineLayouts
 from gt_trainer.planning.recipe_config import recipe_config
@@ -100,7 +102,8 @@ class BoundedRecipe:
     least_bytes: int
     """That it holds by its bounds."""
 
-    guess: Guess
+    guess: Guess | None
+    """None for what fits on no machine: nobody asks for it, and of many recipes it is dear."""
 
     @property
     def could_fit(self) -> bool:
@@ -155,7 +158,8 @@ def search_plan(
         return is_stopped() or time.monotonic() >= begin + seconds
 
     recipes = itertools.takewhile(lambda _: not is_stopped(), candidates(request, model))
-    bounded = list(bounded_candidates(recipes, model, machines))
+    with _uncollected():
+        bounded = list(bounded_candidates(recipes, model, machines))
     frontier = Frontier(each.bounded for each in bounded)
     found = _Found(
         least_bytes=[each.least_bytes for each in bounded],
@@ -181,6 +185,18 @@ def search_plan(
     )
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Hundreds of thousands of candidates stay: nobody has to look for garbage among them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def bounded_candidates(
     recipes: Iterable[RunRecipe], model: ModelCounts, machines: Sequence[Hardware]
 ) -> Iterator[BoundedRecipe]:
@@ -197,22 +213,23 @@ def bounded_candidates(
         except GtPipelineError:
             continue
         bounds = bounds_of(seen_by_bounds(recipe))
-        guess = Guess(
-            recipe=recipe,
-            step_us=tuple(
-                guessed_us(recipe, model, layout, bound, machine)
-                for bound, machine in zip(bounds, machines, strict=True)
-            ),
-            held_bytes=guessed_bytes(recipe, model, layout, bounds[0]),
-        )
         costs = tuple(
             bound.step_us if bound.peak_bytes <= machine.hbm_capacity_bytes else math.inf
             for bound, machine in zip(bounds, machines, strict=True)
         )
+        guess = None
+        if any(map(math.isfinite, costs)):
+            guess = Guess(
+                recipe=recipe,
+                step_us=tuple(
+                    guessed_us(recipe, model, layout, bound, machine)
+                    for bound, machine in zip(bounds, machines, strict=True)
+                ),
+                held_bytes=guessed_bytes(recipe, model, layout, bounds[0]),
+            )
+        place = math.inf if guess is None else first_place(guess, machines)
         yield BoundedRecipe(
-            bounded=Bounded(
-                item=recipe, bounds=costs, guess=LearnedOrder([guess], machines).place(0)
-            ),
+            bounded=Bounded(item=recipe, bounds=costs, guess=place),
             least_bytes=bounds[0].peak_bytes,
             guess=guess,
         )
