@@ -192,7 +192,8 @@ def test_finds_what_keeps_all_budgets_where_the_least_of_each_exceeds_others(
     rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = importlib.import_module("gt_autoparallel.solver.mixed_search")
-    settings = SearchSettings(small_pairs=0, relaxed_pairs=0, rounds=rounds)
+    # As few turns as close the gap, once there are options that keep the budgets.
+    settings = SearchSettings(small_pairs=0, relaxed_pairs=0, rounds=rounds, relaxations=3)
     monkeypatch.setattr(module, "SearchSettings", lambda: settings)
     problem = opposed_rows(6.0)
     found = solve_mixed(problem, relative_gap=0.01, time_limit_seconds=60.0)

@@ -243,7 +243,7 @@ def _has_one_output(node: PlacementNode) -> bool:
 
 
 def _lent(graph: PlacementGraph, views: Collection[int], read: Collection[Value]) -> set[int]:
-    """Nodes whose result is saved by views in other layers alone."""
+    """Nodes whose result a view in another layer keeps, and nobody reads later itself."""
     found: set[int] = set()
     for index in views:
         value = graph.nodes[index].operands[0]

@@ -195,14 +195,18 @@ class _MixedSearch:
 
     def _turns(self) -> bool:
         """False if nothing is left below the cutoff."""
-        part = self.part
-        for turn in range(self.settings.relaxations):
+        part, num_raised = self.part, 0
+        # What it takes to find options that keep the budgets leaves as many turns as ever.
+        for turn in range(2 * self.settings.relaxations):
             if self._is_late():
                 return True
+            if turn - num_raised == self.settings.relaxations:
+                break
             result = self._relaxed()
             if result is None:
                 if not self._raise_memory_prices():
                     return False
+                num_raised += 1
                 continue
             if result.feasible is False:
                 return False
@@ -212,7 +216,7 @@ class _MixedSearch:
                 return False
             distance = result.lower_bound_us - part.lower_bound_us
             scale = self.gap * abs(part.lower_bound_us)
-            if (turn == 0 and self._best_us() == math.inf) or distance <= _CLOSE * scale:
+            if (turn == num_raised and self._best_us() == math.inf) or distance <= _CLOSE * scale:
                 self._mix(self.settings.mixture_pairs[0])
                 if part.lower_bound_us >= self.incumbent.cutoff_us:
                     return False
