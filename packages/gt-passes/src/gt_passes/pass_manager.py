@@ -47,7 +47,8 @@ class PassManager:
             context says, for every pass where there is a
             ``dump_directory``, else only where ``verify`` is on, a pass declares a bound, and what
             it did may hold something longer.
-        summarize: what the report is to tell of the graph before all passes and after them.
+        summarize: what the report is to tell of the graph before all passes, and after those that
+            generate no code: a call of what was compiled says little of what it does.
 
     Raises:
         PassDeclarationError: a pass breaks the contract.
@@ -151,10 +152,12 @@ class _Run:
         self._complete_verification: Elapsed | None = None
         self._ops: Counter[str] = Counter()
         self._graph_size = GraphSize(num_ops=0, collective_bytes=0, peak_memory_bytes=None)
+        self._summary_before: object = None
+        self._summary_after: object = None
 
     def run(self) -> PassManagerReport:
         session = None
-        summary_before = self._summary()
+        self._summary_before = self._summary()
         with Elapsed() as capture_verification:
             if self._manager._verify:
                 session = self._session = self._new_session()
@@ -167,6 +170,8 @@ class _Run:
                     reproduce="gt_passes.Verifier().verify(graph_module)",
                 )
         records = tuple(self._records())
+        if all(not graph_pass.generates_code for graph_pass in self._passes):
+            self._summary_after = self._summary()
         if self._session is not None and records and self._complete_verification is None:
             with Elapsed() as self._complete_verification:
                 _raise_problems(
@@ -184,8 +189,8 @@ class _Run:
             capture_verification=capture_verification,
             complete_verification=self._complete_verification or Elapsed(),
             recompilation=recompilation,
-            summary_before=summary_before,
-            summary_after=self._summary(),
+            summary_before=self._summary_before,
+            summary_after=self._summary_after,
         )
         if self._earlier is not None:
             report = self._earlier.followed_by(report)
@@ -205,8 +210,11 @@ class _Run:
         )
 
     def _summary(self) -> object:
+        """None where passes ran before: their report has it, but that of a loaded graph."""
         summarize = self._manager._summarize
-        return None if summarize is None else summarize(self._graph_module)
+        if summarize is None or self._earlier is not None:
+            return None
+        return summarize(self._graph_module)
 
     def _records(self) -> Iterator[PassRecord]:
         self._ops = self._op_counts()
@@ -268,6 +276,8 @@ class _Run:
 
     def _record(self, position: int, look: Callable[[int], Sequence[GraphProblem]]) -> PassRecord:
         """Run a pass, and hold it to what it declares."""
+        if position == self._manager._num_before_code:
+            self._summary_after = self._summary()
         graph_pass, before, before_ops = self._passes[position], self._graph_size, self._ops
         always_estimate = self._manager._always_estimate
         with Elapsed() as estimation:

@@ -87,7 +87,7 @@ class PassManagerReport:
     and of a graph that was loaded."""
 
     summary_after: object = None
-    """Likewise, after all passes."""
+    """Likewise, after the passes that generate no code."""
 
     @property
     def total(self) -> Elapsed:
@@ -105,7 +105,7 @@ class PassManagerReport:
             complete_verification=self.complete_verification + later.complete_verification,
             recompilation=self.recompilation + later.recompilation,
             summary_before=self.summary_before,
-            summary_after=later.summary_after,
+            summary_after=self.summary_after,
         )
 
     def __str__(self) -> str:

@@ -174,8 +174,8 @@ def _before_and_after(graphs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         return
     yield (
         "<h3>The graph by layer, before and after its passes</h3>\n"
-        "<p>Operators by kind, in compiled regions too. Behind products: collectives that have a "
-        "matrix product or attention between their launch and their wait. Memory: given to or "
+        "<p>Operators by kind, before anything is compiled. Behind products: collectives that have "
+        "a matrix product or attention between their launch and their wait. Memory: given to or "
         "taken from collectives; left by the forward to the backward.</p>"
     )
     for number, each in enumerate(known, start=1):

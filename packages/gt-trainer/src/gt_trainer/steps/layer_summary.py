@@ -1,4 +1,4 @@
-"""What a graph has in each layer, for whoever looks at a run: before its passes and as it runs."""
+"""What a graph has in each layer, for whoever looks at a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from functools import cache
 from torch.fx import GraphModule, Node
 
 from gt_passes.analysis.collectives import is_collective, launch_bytes, waits_of
-from gt_passes.analysis.outlined_region import nodes_with_bodies, region_of
 from gt_passes.analysis.symbol_sizes import SymbolSizes
 from gt_passes.memory_policy.residency_table import residency_by_layer
 from gt_passes.simulation.work import OpKind, work_of
@@ -47,7 +46,7 @@ def layer_counts(graph_module: GraphModule) -> LayerNumbers:
 
 
 def layer_summary(graph_module: GraphModule) -> LayerNumbers:
-    """Count operators by kind, those in compiled regions too, and bytes by what becomes of them.
+    """Count operators by kind, and bytes by what becomes of them.
 
     Of collectives also their bytes, and how many have a matrix product or attention between their
     launch and their wait; of tensors that the forward leaves to the backward, where a graph has
@@ -59,13 +58,8 @@ def layer_summary(graph_module: GraphModule) -> LayerNumbers:
     num_heavy: dict[Node, int] = {}
     collectives: list[Node] = []
     heavy = 0
-    for node in nodes_with_bodies(graph_module):
-        if not _computes(node):
-            continue
+    for node in filter(_computes, graph_module.graph.nodes):
         of_layer = counts.setdefault(_layer_of(node), Counter())
-        if region_of(node) is not None:
-            of_layer["compiled regions"] += 1
-            continue
         if node.target not in kinds:
             kinds[node.target] = _KINDS[work_of(node, sizes).kind]
         kind = kinds[node.target]
