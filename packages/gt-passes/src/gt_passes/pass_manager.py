@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -128,6 +128,14 @@ class PassManager:
         """How many passes run before the first that generates code."""
         positions = (at for at, each in enumerate(self.passes) if each.generates_code)
         return next(positions, len(self.passes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """What the verifier says after a pass; by default, that it has not looked yet."""
+
+    problems: tuple[GraphProblem, ...] = ()
+    is_unchanged: bool = False
 
 
 class _Run:
@@ -265,16 +273,20 @@ class _Run:
             for position in group:
                 self._record(position, self._verify_pass)
 
-    def _verify_pass(self, position: int) -> Sequence[GraphProblem]:
-        return () if self._session is None else self._session.verify_pass(position)
+    def _verify_pass(self, position: int) -> _Seen:
+        if self._session is None:
+            return _Seen()
+        problems = self._session.verify_pass(position)
+        return _Seen(problems=problems, is_unchanged=self._session.is_unchanged)
 
-    def _look_after_pass(self, position: int, *, last: int) -> Sequence[GraphProblem]:
+    def _look_after_pass(self, position: int, *, last: int) -> _Seen:
         assert self._session is not None  # passes are not verified together without one
         if position != last and not is_look_due(*self._passes[position : position + 2]):
-            return ()
-        return self._session.look_after_pass(position)
+            return _Seen()
+        problems = self._session.look_after_pass(position)
+        return _Seen(problems=problems, is_unchanged=self._session.is_unchanged)
 
-    def _record(self, position: int, look: Callable[[int], Sequence[GraphProblem]]) -> PassRecord:
+    def _record(self, position: int, look: Callable[[int], _Seen]) -> PassRecord:
         """Run a pass, and hold it to what it declares."""
         if position == self._manager._num_before_code:
             self._summary_after = self._summary()
@@ -290,15 +302,17 @@ class _Run:
         after_ops = self._op_counts()
         after = self._size(after_ops)
         with Elapsed() as verification:
-            problems = look(position)
-            if not problems and (always_estimate or self._may_exceed_peak(graph_pass)):
+            seen = look(position)
+            if seen.is_unchanged:
+                after = before
+            elif not seen.problems and (always_estimate or self._may_exceed_peak(graph_pass)):
                 if before.peak_memory_bytes is None:
                     assert self._session is not None  # it is that which asks
                     before = self._with_peak(before, self._session.graph_before())
                 after = self._with_peak(after, self._graph_module)
             if self._session is not None:
                 _raise_problems(
-                    (*problems, *find_bound_problems(graph_pass, before, after)),
+                    (*seen.problems, *find_bound_problems(graph_pass, before, after)),
                     after=f"the pass {graph_pass.name}",
                     reproduce=self._reproduction(position, dump_before, dump_after),
                 )

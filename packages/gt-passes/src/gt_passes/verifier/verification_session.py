@@ -75,9 +75,11 @@ class VerificationSession:
         self._values = ValueTable()
         self._traffic: Mapping[Node, Traffic] = {}
         self._verified: _Verified | None = None
-        self._is_unchanged = False  # at the latest look
         self.unverified: tuple[UnverifiedNode, ...] = ()
         """What the latest complete verification could not re-propagate."""
+
+        self.is_unchanged = False
+        """Whether the graph was as it had been when it was last looked at."""
 
     def verify_capture(self) -> tuple[GraphProblem, ...]:
         """Everything that can be said of the graph before any pass."""
@@ -110,7 +112,7 @@ class VerificationSession:
     def verify_pass(self, position: int) -> tuple[GraphProblem, ...]:
         """What the pass at ``position`` did wrong to the graph; it has just run."""
         self._look()
-        problems = () if self._is_unchanged else self._new_problems()
+        problems = () if self.is_unchanged else self._new_problems()
         if problems:
             return problems
         return (*self._bound_problems(position), *self._change_problems(position))
@@ -139,7 +141,7 @@ class VerificationSession:
     @property
     def surely_holds_nothing_longer(self) -> bool:
         """Whether what happened between the latest looks cannot have raised the peak of memory."""
-        return self._is_unchanged or surely_held_no_longer(self._earlier_scan, self._scan)
+        return self.is_unchanged or surely_held_no_longer(self._earlier_scan, self._scan)
 
     def graph_before(self) -> GraphModule:
         """The graph before its latest change that a look found, made again."""
@@ -151,8 +153,8 @@ class VerificationSession:
         return graph_made_again(self._verified.scan)
 
     def _look(self) -> None:
-        self._is_unchanged = self._scan.still_holds()
-        if not self._is_unchanged:
+        self.is_unchanged = self._scan.still_holds()
+        if not self.is_unchanged:
             self._earlier_scan = self._scan
             self._scan = self._verifier.scan(self._graph_module, before=self._scan)
 
@@ -168,7 +170,7 @@ class VerificationSession:
 
     def _bound_problems(self, position: int) -> Iterator[GraphProblem]:
         """What the pass at a position, or passes with its bounds, changed beyond them."""
-        if self._is_unchanged:
+        if self.is_unchanged:
             return
         before, known = self._earlier_scan, self._traffic
         self._traffic = traffic_of(
