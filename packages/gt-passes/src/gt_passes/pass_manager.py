@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -23,7 +23,6 @@ from gt_passes.graph_problem import GraphProblem
 from gt_passes.pass_manager_report import Elapsed, PassManagerReport, PassRecord
 from gt_passes.pass_order import order_passes
 from gt_passes.structured_trace import trace_text
-from gt_passes.verified_together import groups_of_passes, is_look_due
 from gt_passes.verifier.declared_bounds import GraphSize, find_bound_problems
 from gt_passes.verifier.verification_session import VerificationSession
 from gt_trace.garbage_collection import held_garbage_collection
@@ -37,8 +36,7 @@ class PassManager:
         passes: in the order wanted; moved only where declared facts ask.
         context: what passes need to know besides the graph.
         given_facts: what already holds of the graphs to come.
-        verify: verify the captured graph, and what passes make of it, those that keep the dataflow
-            together; where something is wrong, these run a second time.
+        verify: verify the captured graph, and the graph after every pass.
         dump_directory: where to write the graph before and after each pass, as text, and a summary
             (``summary.txt``); made if it is missing. Ranks that share a file system need one each.
             The same goes to PyTorch's structured trace, if there is one (``TORCH_TRACE``).
@@ -130,14 +128,6 @@ class PassManager:
         return next(positions, len(self.passes))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
-    """What the verifier says after a pass; by default, that it has not looked yet."""
-
-    problems: tuple[GraphProblem, ...] = ()
-    is_unchanged: bool = False
-
-
 class _Run:
     """One run of passes on one graph: all that the manager has, or those on one side of a cut."""
 
@@ -157,9 +147,6 @@ class _Run:
         self._is_verified = is_verified
         self._num_earlier = 0 if earlier is None else len(earlier.records)
         self._session: VerificationSession | None = None
-        self._complete_verification: Elapsed | None = None
-        self._ops: Counter[str] = Counter()
-        self._graph_size = GraphSize(num_ops=0, collective_bytes=0, peak_memory_bytes=None)
         self._summary_before: object = None
         self._summary_after: object = None
 
@@ -168,7 +155,11 @@ class _Run:
         self._summary_before = self._summary()
         with Elapsed() as capture_verification:
             if self._manager._verify:
-                session = self._session = self._new_session()
+                session = self._session = VerificationSession(
+                    self._graph_module,
+                    passes=self._passes,
+                    same_groups=self._manager._context.same_groups,
+                )
             if session is not None and self._is_verified:
                 session.take_as_verified()
             elif session is not None:
@@ -180,10 +171,10 @@ class _Run:
         records = tuple(self._records())
         if all(not graph_pass.generates_code for graph_pass in self._passes):
             self._summary_after = self._summary()
-        if self._session is not None and records and self._complete_verification is None:
-            with Elapsed() as self._complete_verification:
+        with Elapsed() as complete_verification:
+            if session is not None and records:
                 _raise_problems(
-                    self._session.verify_completely(),
+                    session.verify_completely(),
                     after="all passes",
                     reproduce="run Verifier().verify(graph_module) after each pass: one of them "
                     'changed a value in node.meta["val"] in place',
@@ -192,10 +183,10 @@ class _Run:
             self._graph_module.recompile()
         report = PassManagerReport(
             records=records,
-            verified=self._session is not None,
-            unverified=() if self._session is None else self._session.unverified,
+            verified=session is not None,
+            unverified=() if session is None else session.unverified,
             capture_verification=capture_verification,
-            complete_verification=self._complete_verification or Elapsed(),
+            complete_verification=complete_verification,
             recompilation=recompilation,
             summary_before=self._summary_before,
             summary_after=self._summary_after,
@@ -210,13 +201,6 @@ class _Run:
             trace_text("graph_passes_summary", lambda: summary)
         return report
 
-    def _new_session(self) -> VerificationSession:
-        return VerificationSession(
-            self._graph_module,
-            passes=self._passes,
-            same_groups=self._manager._context.same_groups,
-        )
-
     def _summary(self) -> object:
         """None where passes ran before: their report has it, but that of a loaded graph."""
         summarize = self._manager._summarize
@@ -225,114 +209,53 @@ class _Run:
         return summarize(self._graph_module)
 
     def _records(self) -> Iterator[PassRecord]:
-        self._ops = self._op_counts()
-        self._graph_size = self._size(self._ops)
-        for group in groups_of_passes(self._passes):
-            yield from self._records_of(group)
-
-    def _records_of(self, group: range) -> list[PassRecord]:
-        """Run the passes of a group, and verify them together."""
-        if self._session is None or len(group) == 1:
-            return [self._record(position, self._verify_pass) for position in group]
-        ops, graph_size = self._ops, self._graph_size
-        try:
-            return self._records_together(group, self._session)
-        except Exception as error:  # noqa: BLE001 - a pass may stumble over what an earlier one did
-            failure = error
-        self._ops, self._graph_size = ops, graph_size
-        self._run_again(group, self._session)
-        raise failure
-
-    def _records_together(self, group: range, session: VerificationSession) -> list[PassRecord]:
-        look = functools.partial(self._look_after_pass, last=group[-1])
-        records = [self._record(position, look) for position in group]
-        is_last = group.stop == len(self._passes)
-        with Elapsed() as verification:
-            _raise_problems(
-                session.verify_passes(group[-1], completely=is_last),
-                after="the passes " + ", ".join(self._passes[each].name for each in group),
-                reproduce="run these passes on the graph before them. One by one they did nothing "
-                "wrong the second time: one does not always do the same, or changed a value in "
-                'node.meta["val"] in place',
+        before_ops = self._op_counts()
+        before = self._size(before_ops)
+        for position, graph_pass in enumerate(self._passes):
+            if position == self._manager._num_before_code:
+                self._summary_after = self._summary()
+            always_estimate = self._manager._always_estimate
+            with Elapsed() as estimation:
+                if always_estimate and before.peak_memory_bytes is None:
+                    before = self._with_peak(before, self._graph_module)
+            dump_before = self._dump(position, graph_pass, "before")
+            with Elapsed() as pass_time:
+                report = self._run_pass(graph_pass)
+            dump_after = self._dump(position, graph_pass, "after")
+            after_ops = self._op_counts()
+            after = self._size(after_ops)
+            with Elapsed() as verification:
+                problems = () if self._session is None else self._session.verify_pass(position)
+                if self._session is not None and self._session.is_unchanged:
+                    after = before
+                elif not problems and (always_estimate or self._may_exceed_peak(graph_pass)):
+                    if before.peak_memory_bytes is None:
+                        assert self._session is not None  # it is that which asks
+                        before = self._with_peak(before, self._session.graph_before())
+                    after = self._with_peak(after, self._graph_module)
+                if self._session is not None:
+                    _raise_problems(
+                        (*problems, *find_bound_problems(graph_pass, before, after)),
+                        after=f"the pass {graph_pass.name}",
+                        reproduce=self._reproduction(position, dump_before, dump_after),
+                    )
+            yield PassRecord(
+                name=graph_pass.name,
+                only_cleans_up=graph_pass.only_cleans_up,
+                report=report,
+                before=before,
+                after=after,
+                op_count_differences={
+                    op: after_ops[op] - before_ops[op]
+                    for op in sorted(before_ops | after_ops)
+                    if after_ops[op] != before_ops[op]
+                },
+                elapsed=pass_time,
+                verification=estimation + verification if self._session else Elapsed(),
+                dump_before=dump_before,
+                dump_after=dump_after,
             )
-        if is_last:
-            self._complete_verification = verification
-        else:
-            verification += records[-1].verification
-            records[-1] = replace(records[-1], verification=verification)
-        return records
-
-    def _run_again(self, group: range, session: VerificationSession) -> None:
-        """Run passes that did something wrong again, and verify each.
-
-        Raises what ``run`` raises, of the pass that is to blame.
-        """
-        self._graph_module.graph = session.verified_graph()
-        session = self._session = self._new_session()
-        if not session.verify_capture():
-            for position in group:
-                self._record(position, self._verify_pass)
-
-    def _verify_pass(self, position: int) -> _Seen:
-        if self._session is None:
-            return _Seen()
-        problems = self._session.verify_pass(position)
-        return _Seen(problems=problems, is_unchanged=self._session.is_unchanged)
-
-    def _look_after_pass(self, position: int, *, last: int) -> _Seen:
-        assert self._session is not None  # passes are not verified together without one
-        if position != last and not is_look_due(*self._passes[position : position + 2]):
-            return _Seen()
-        problems = self._session.look_after_pass(position)
-        return _Seen(problems=problems, is_unchanged=self._session.is_unchanged)
-
-    def _record(self, position: int, look: Callable[[int], _Seen]) -> PassRecord:
-        """Run a pass, and hold it to what it declares."""
-        if position == self._manager._num_before_code:
-            self._summary_after = self._summary()
-        graph_pass, before, before_ops = self._passes[position], self._graph_size, self._ops
-        always_estimate = self._manager._always_estimate
-        with Elapsed() as estimation:
-            if always_estimate and before.peak_memory_bytes is None:
-                before = self._with_peak(before, self._graph_module)
-        dump_before = self._dump(position, graph_pass, "before")
-        with Elapsed() as pass_time:
-            report = self._run_pass(graph_pass)
-        dump_after = self._dump(position, graph_pass, "after")
-        after_ops = self._op_counts()
-        after = self._size(after_ops)
-        with Elapsed() as verification:
-            seen = look(position)
-            if seen.is_unchanged:
-                after = before
-            elif not seen.problems and (always_estimate or self._may_exceed_peak(graph_pass)):
-                if before.peak_memory_bytes is None:
-                    assert self._session is not None  # it is that which asks
-                    before = self._with_peak(before, self._session.graph_before())
-                after = self._with_peak(after, self._graph_module)
-            if self._session is not None:
-                _raise_problems(
-                    (*seen.problems, *find_bound_problems(graph_pass, before, after)),
-                    after=f"the pass {graph_pass.name}",
-                    reproduce=self._reproduction(position, dump_before, dump_after),
-                )
-        self._ops, self._graph_size = after_ops, after
-        return PassRecord(
-            name=graph_pass.name,
-            only_cleans_up=graph_pass.only_cleans_up,
-            report=report,
-            before=before,
-            after=after,
-            op_count_differences={
-                op: after_ops[op] - before_ops[op]
-                for op in sorted(before_ops | after_ops)
-                if after_ops[op] != before_ops[op]
-            },
-            elapsed=pass_time,
-            verification=estimation + verification if self._session else Elapsed(),
-            dump_before=dump_before,
-            dump_after=dump_after,
-        )
+            before_ops, before = after_ops, after
 
     def _run_pass(self, graph_pass: GraphPass) -> PassReport:
         try:

@@ -23,11 +23,6 @@ def made_again(scan: GraphScan) -> GraphModule:
     Args:
         scan: of a well-formed graph, which may have been edited since.
     """
-    return graph_module_without_code(scan.graph_module, graph_made_again(scan))
-
-
-def graph_made_again(scan: GraphScan) -> Graph:
-    """As ``made_again``, without a module."""
     graph = Graph()
     made: dict[Node, Node] = {}
     for node, call in scan.calls.items():
@@ -42,4 +37,4 @@ def graph_made_again(scan: GraphScan) -> Graph:
             name=node.name,
         )
         copy.meta = {**node.meta, "val": call.value}
-    return graph
+    return graph_module_without_code(scan.graph_module, graph)

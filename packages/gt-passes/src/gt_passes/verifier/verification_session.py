@@ -1,24 +1,23 @@
 """Verification of one graph while passes change it.
 
-After a pass, or after several that are verified together, what they did not touch is as right as it
-was: only nodes that changed and their users are propagated again, and the order is only looked at
-where it changed. What cannot be seen that way, because a pass wrote into a recorded value in place,
-is seen at the end, when all values are read once more, and every operator is asked again unless all
-of them are what they were.
+After a pass, what it did not touch is as right as it was: only nodes that changed and their users
+are propagated again, and the order is only looked at where it changed. What cannot be seen that
+way, because a pass wrote into a recorded value in place, is seen at the end, when all values are
+read once more, and every operator is asked again unless all of them are what they were.
 """
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from gt_passes._torch_internals import OpOverload
 from gt_passes.analysis.collectives import is_pure_collective
 from gt_passes.analysis.graph_scan import GraphScan
-from gt_passes.analysis.scanned_graph import graph_made_again, made_again
+from gt_passes.analysis.scanned_graph import made_again
 from gt_passes.contract import GraphPass
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.verifier.barrier_order import find_barrier_problems
@@ -39,18 +38,8 @@ from gt_passes.verifier.storage_lifetimes import surely_held_no_longer
 from gt_passes.verifier.verifier import GraphInterface, Verifier
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Verified:
-    """A graph of which nothing is wrong, as later ones are compared with it."""
-
-    scan: GraphScan
-    order: MemoryOrder
-    dataflow: Dataflow | None
-    """Where a pass near it must keep it."""
-
-
 class VerificationSession:
-    """Verifies a graph as captured, after passes, and completely at the end.
+    """Verifies a graph as captured, after each pass, and completely at the end.
 
     Args:
         graph_module: as captured; its inputs and outputs are what passes must keep.
@@ -73,163 +62,117 @@ class VerificationSession:
         self._scan = self._earlier_scan = self._verifier.scan(graph_module)
         self._tolerated = frozenset(find_repeated_waits(self._scan))
         self._values = ValueTable()
+        self._order: MemoryOrder | None = None
         self._traffic: Mapping[Node, Traffic] = {}
-        self._verified: _Verified | None = None
+        self._dataflow: Dataflow | None = None  # of the graph as it is, where a pass must keep it
         self.unverified: tuple[UnverifiedNode, ...] = ()
         """What the latest complete verification could not re-propagate."""
 
         self.is_unchanged = False
-        """Whether the graph was as it had been when it was last looked at."""
+        """Whether the latest pass that was verified left the graph as it was."""
 
     def verify_capture(self) -> tuple[GraphProblem, ...]:
         """Everything that can be said of the graph before any pass."""
-        problems = self._verify_completely()
+        problems = self._verify_completely(self._scan)
         if not problems:
-            self.take_as_verified()
+            self._note(position=-1)
         return problems
 
     def take_as_verified(self) -> None:
         """Begin as ``verify_capture`` does where another session has just verified this graph."""
-        self._traffic = traffic_of(self._scan, same_groups=self._same_groups)
-        self._verified = self._note(-1)
+        self._note(position=-1)
 
     def verify_completely(self) -> tuple[GraphProblem, ...]:
         """Everything that can be said of the graph as it is now, whatever was verified before."""
-        if not self._scan.still_holds():
-            self._scan = self._verifier.scan(self._graph_module, before=self._scan)
-        return self._verify_completely()
+        scan = self._scan
+        if not scan.still_holds():
+            scan = self._verifier.scan(self._graph_module, before=scan)
+        return self._verify_completely(scan)
 
-    def _verify_completely(self) -> tuple[GraphProblem, ...]:
+    def _verify_completely(self, scan: GraphScan) -> tuple[GraphProblem, ...]:
         report = self._verifier.verify(
             self._graph_module,
             interface=self._interface,
             tolerated_waits=self._tolerated,
-            scan=self._scan,
+            scan=scan,
         )
         self.unverified = report.unverified
         return report.problems
 
     def verify_pass(self, position: int) -> tuple[GraphProblem, ...]:
         """What the pass at ``position`` did wrong to the graph; it has just run."""
-        self._look()
-        problems = () if self.is_unchanged else self._new_problems()
+        before = copy.copy(self)
+        self.is_unchanged = self._scan.still_holds()
+        if self.is_unchanged:
+            self._note(position)
+            return ()
+        self._earlier_scan = before._scan
+        self._scan = self._verifier.scan(self._graph_module, before=before._scan)
+        self._order = self._dataflow = None
+        problems = self._verifier.find_new_problems(
+            before._scan, self._scan, interface=self._interface, tolerated_waits=self._tolerated
+        )
         if problems:
             return problems
-        return (*self._bound_problems(position), *self._change_problems(position))
-
-    def look_after_pass(self, position: int) -> tuple[GraphProblem, ...]:
-        """What passes up to ``position`` did beyond their bounds since the latest look.
-
-        Since then only passes must have run that are alike in what they may do to collectives, and
-        one alone if it is held to its nodes or to a peak of memory.
-        """
-        self._look()
-        return tuple(self._bound_problems(position))
-
-    def verify_passes(self, last: int, *, completely: bool) -> tuple[GraphProblem, ...]:
-        """What passes up to ``last`` did wrong together since the latest verification.
-
-        All must keep the dataflow, and the graph has been looked at after the last of them.
-
-        Args:
-            last: the position of the last pass.
-            completely: whether to verify what they did not touch too: see ``verify_completely``.
-        """
-        problems = self._verify_completely() if completely else self._new_problems()
-        return problems or self._change_problems(last)
+        self._note(position, before)
+        return tuple(self._change_problems(self._passes[position], before))
 
     @property
     def surely_holds_nothing_longer(self) -> bool:
-        """Whether what happened between the latest looks cannot have raised the peak of memory."""
+        """Whether what the latest pass did cannot have raised the peak of memory."""
         return self.is_unchanged or surely_held_no_longer(self._earlier_scan, self._scan)
 
     def graph_before(self) -> GraphModule:
-        """The graph before its latest change that a look found, made again."""
+        """The graph before the latest pass that changed it, made again."""
         return made_again(self._earlier_scan)
 
-    def verified_graph(self) -> Graph:
-        """The graph as it was when nothing was wrong with it, made again."""
-        assert self._verified is not None
-        return graph_made_again(self._verified.scan)
-
-    def _look(self) -> None:
-        self.is_unchanged = self._scan.still_holds()
-        if not self.is_unchanged:
-            self._earlier_scan = self._scan
-            self._scan = self._verifier.scan(self._graph_module, before=self._scan)
-
-    def _new_problems(self) -> tuple[GraphProblem, ...]:
-        """What is wrong with the graph that was not before, whatever was computed before."""
-        assert self._verified is not None
-        return self._verifier.find_new_problems(
-            self._verified.scan,
-            self._scan,
-            interface=self._interface,
-            tolerated_waits=self._tolerated,
-        )
-
-    def _bound_problems(self, position: int) -> Iterator[GraphProblem]:
-        """What the pass at a position, or passes with its bounds, changed beyond them."""
-        if self.is_unchanged:
-            return
-        before, known = self._earlier_scan, self._traffic
-        self._traffic = traffic_of(
-            self._scan,
-            same_groups=self._same_groups,
-            known=known,
-            changed=self._scan.changed_nodes(before),
-        )
-        graph_pass = self._passes[position]
-        yield from find_removal_problems(graph_pass, before, self._scan)
+    def _change_problems(
+        self, graph_pass: GraphPass, before: VerificationSession
+    ) -> Iterator[GraphProblem]:
+        """What differs from the graph before, in ways that the pass must not have changed."""
+        assert self._order is not None  # _note has made it
+        assert before._order is not None
+        yield from find_removal_problems(graph_pass, before._scan, self._scan)
+        yield from find_race_problems(self._order)
+        yield from find_barrier_problems(before._scan, self._scan)
         yield from find_traffic_problems(
-            graph_pass, before, self._scan, traffic_before=known, traffic_after=self._traffic
+            graph_pass,
+            before._scan,
+            self._scan,
+            traffic_before=before._traffic,
+            traffic_after=self._traffic,
         )
+        if graph_pass.keeps_dataflow:
+            assert before._dataflow is not None
+            assert self._dataflow is not None
+            yield from before._dataflow.find_differences(self._dataflow)
+        elif not _hands_code_over(before._scan, self._scan):
+            # The dataflow knows what memory holds. Without it, the order of reads and writes is
+            # all that can be compared; of code inside compiled or recorded regions, not even that.
+            yield from find_memory_order_problems(before._order, self._order)
 
-    def _change_problems(self, last: int) -> tuple[GraphProblem, ...]:
-        """What differs from the verified graph, and the passes since then must not have changed."""
-        before = self._verified
-        assert before is not None
-        after = self._note(last, before)
-        problems: tuple[GraphProblem, ...] = ()
-        if after.scan is not before.scan:
-            problems = tuple(_differences(before, after, self._passes[last]))
-        if not problems:
-            self._verified = after
-        return problems
-
-    def _note(self, position: int, before: _Verified | None = None) -> _Verified:
+    def _note(self, position: int, before: VerificationSession | None = None) -> None:
         """What the checks after the next pass will compare with."""
-        is_same = before is not None and before.scan is self._scan
-        order = before.order if before and is_same else MemoryOrder.of(self._scan)
-        dataflow = None
-        if before and (is_same or _computes_the_same(before.order, order)):
-            dataflow = before.dataflow
+        if self._order is None:
+            self._order = MemoryOrder.of(self._scan)
+            self._traffic = traffic_of(
+                self._scan,
+                same_groups=self._same_groups,
+                known=before._traffic if before else {},
+                changed=self._scan.changed_nodes(before._scan) if before else (),
+            )
         near = self._passes[max(position, 0) : position + 2]
-        if dataflow is None and any(each.keeps_dataflow for each in near):
-            dataflow = Dataflow.of(
+        if before and before._order and _computes_the_same(before._order, self._order):
+            self._dataflow = before._dataflow
+        if self._dataflow is None and any(each.keeps_dataflow for each in near):
+            self._dataflow = Dataflow.of(
                 self._graph_module,
                 table=self._values,
                 scan=self._scan,
                 same_groups=self._same_groups,
-                before=before.dataflow if before else None,
+                before=before._dataflow if before else None,
             )
-            note_exchanges(dataflow.exchanges)
-        return _Verified(scan=self._scan, order=order, dataflow=dataflow)
-
-
-def _differences(
-    before: _Verified, after: _Verified, graph_pass: GraphPass
-) -> Iterator[GraphProblem]:
-    yield from find_race_problems(after.order)
-    yield from find_barrier_problems(before.scan, after.scan)
-    if graph_pass.keeps_dataflow:
-        assert before.dataflow is not None
-        assert after.dataflow is not None
-        yield from before.dataflow.find_differences(after.dataflow)
-    elif not _hands_code_over(before.scan, after.scan):
-        # The dataflow knows what memory holds. Without it, the order of reads and writes is all
-        # that can be compared; of code inside compiled or recorded regions, not even that.
-        yield from find_memory_order_problems(before.order, after.order)
+            note_exchanges(self._dataflow.exchanges)
 
 
 def _computes_the_same(before: MemoryOrder, after: MemoryOrder) -> bool:
