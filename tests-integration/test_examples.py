@@ -124,6 +124,7 @@ def test_the_loop_of_the_placed_model_has_the_losses_of_one_process_on_two_ranks
         assert placed == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.ranks
 @AS_EITHER
 def test_a_captured_fsdp_loop_has_every_bit_of_the_eager_one(
     alone: bool, request: pytest.FixtureRequest
@@ -155,6 +156,7 @@ def test_an_unmodified_llama_is_planned_on_ranks_that_are_not_there():
     assert "bucket-all-gathers" in the_only(r"passes: (.*)", printed)
 
 
+@pytest.mark.ranks
 @AS_EITHER
 def test_experts_of_ones_own_exchange_tokens_behind_computation(
     alone: bool, request: pytest.FixtureRequest
@@ -166,6 +168,7 @@ def test_experts_of_ones_own_exchange_tokens_behind_computation(
     assert float(last) < float(first)
 
 
+@pytest.mark.ranks
 @AS_EITHER
 def test_an_unmodified_llama_runs_in_stages_of_tensor_parallel_ranks(
     alone: bool, request: pytest.FixtureRequest
