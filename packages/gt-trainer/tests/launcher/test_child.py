@@ -52,3 +52,16 @@ def test_a_child_that_is_ended_with_its_parent_says_nothing(capfd, number):
     finally:
         signal.signal(number, previous)
     assert capfd.readouterr().err == ""
+
+
+def test_a_child_ignores_what_its_parent_ignores():
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    previous = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        sent = run_in_child(
+            lambda: [os.kill(os.getpid(), number) for number in numbers], timeout_seconds=60
+        )
+    finally:
+        for number, handler in zip(numbers, previous, strict=True):
+            signal.signal(number, handler)
+    assert sent == [None, None]

@@ -97,7 +97,8 @@ def _run(function: Callable[[], object], sender: Connection, parent_pid: int) ->
     # Else it would hold what a killed parent held, such as the lock of a run's folder.
     die_with(parent_pid)
     for number in (signal.SIGTERM, signal.SIGINT):  # sent to all of a group: its parent tells of it
-        signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     torch.set_num_threads(1)  # OpenMP's threads, if there were any, were not forked
     try:
         sender.send((True, function()))
