@@ -1,5 +1,6 @@
 """What a search makes of what its children tell."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -74,16 +75,23 @@ def test_nothing_more_is_begun_when_enough_was_found_or_time_is_over():
 
 
 def test_beside_a_recipe_its_capture_serves_what_is_thought_to_come_soon():
-    soon, fuller, other = (
+    soon, fuller, fits_nowhere, other = (
         RunRecipe(pp=2, schedule=schedule, microbatch=1, global_batch=8, memory_policy="selective")
-        for schedule in ("ZBVZeroBubble", "DualPipeV", "1F1B")
+        for schedule in ("ZBVZeroBubble", "DualPipeV", "InterleavedZeroBubble", "1F1B")
     )
-    recipes = [replace(soon, schedule="Interleaved1F1B"), soon, fuller, other]
+    recipes = [replace(soon, schedule="Interleaved1F1B"), soon, fuller, fits_nowhere, other]
     guesses = [
-        Guess(recipe=each, step_us=(1e6,), held_bytes=2e11 if each is fuller else 1e9)
+        None
+        if each is fits_nowhere
+        else Guess(recipe=each, step_us=(1e6,), held_bytes=2e11 if each is fuller else 1e9)
         for each in recipes
     ]
-    frontier = Frontier([Bounded(item=each, bounds=(1.0,), guess=0.0) for each in recipes])
+    frontier = Frontier(
+        [
+            Bounded(item=each, bounds=(math.inf if guess is None else 1.0,), guess=0.0)
+            for each, guess in zip(recipes, guesses, strict=True)
+        ]
+    )
     number, recipe = frontier.take()
     order = LearnedOrder(guesses, [h100_sxm()])
     assert _sharing_capture(number, recipe, frontier, order) == [(1, soon)]

@@ -86,11 +86,15 @@ class Frontier(Generic[ItemT]):
         return None
 
     def take_also(self, is_wanted: Callable[[int, ItemT], bool]) -> list[tuple[int, ItemT]]:
-        """All that are wanted, by number and item, beside one that was taken, and could win."""
+        """All that could win and are wanted, by number and item, beside one that was taken.
+
+        Args:
+            is_wanted: is only asked of those that could win.
+        """
         found = [
             index
             for index in sorted(self._open)
-            if is_wanted(index, self._all[index].item) and self._can_win(index)
+            if self._can_win(index) and is_wanted(index, self._all[index].item)
         ]
         self._open.difference_update(found)
         return [(index, self._all[index].item) for index in found]
