@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
@@ -35,14 +36,16 @@ def _asked(monkeypatch, tmp_path, make_plan, shown):
 
 
 @pytest.mark.usefixtures("ends_by_sigterm")
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "to_the_process_and_to_its_group"])
 def test_sigterm_ends_the_search_and_the_process_when_what_was_found_is_shown(
-    monkeypatch, tmp_path
+    monkeypatch, tmp_path, times
 ):
     shown = []
 
     def make_plan(config, question, *, is_stopped, **options):
         assert not is_stopped()
-        signal.raise_signal(signal.SIGTERM)
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGTERM)
         assert is_stopped()
         return report((outcome(8),), num_left=3)
 
@@ -53,7 +56,9 @@ def test_sigterm_ends_the_search_and_the_process_when_what_was_found_is_shown(
 
 
 @pytest.mark.usefixtures("ends_by_sigterm")
-def test_sigterm_again_ends_the_process_at_once(monkeypatch, tmp_path):
+def test_sigterm_again_after_a_while_ends_the_process_at_once(monkeypatch, tmp_path):
+    monkeypatch.setattr(plan_command, "_SAME_SECONDS", 0.0)
+
     def make_plan(config, question, **options):
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import operator
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
@@ -26,13 +27,24 @@ _IN_RECIPES = frozenset(
 )
 """Flags that a recipe sets."""
 
+_SAME_SECONDS = 1.0
+"""A SIGTERM so soon after the first is the same: ``timeout`` sends two, one to the group."""
+
 
 class _Termination:
-    """SIGTERM while a plan is searched: it ends the search. Again, it ends the process at once."""
+    """SIGTERM while a plan is searched: it ends the search.
+
+    Again, later, it ends the process at once.
+    """
 
     def __init__(self) -> None:
-        self.was_asked = False
+        self._asked_at: float | None = None
         self._previous = signal.getsignal(signal.SIGTERM)
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether SIGTERM came."""
+        return self._asked_at is not None
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
@@ -49,8 +61,12 @@ class _Termination:
             signal.raise_signal(signal.SIGTERM)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.was_asked = True
-        signal.signal(number, self._previous)
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+        elif now >= self._asked_at + _SAME_SECONDS:
+            signal.signal(number, self._previous)
+            signal.raise_signal(number)
 
 
 def asked_plan(
