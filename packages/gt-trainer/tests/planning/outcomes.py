@@ -87,7 +87,9 @@ def timeline(*, ms) -> StepTimeline:
     return StepTimeline(rows=(row,), end_us=ms * 1e3, what="a step, on the ranks of a pipeline")
 
 
-def report(*outcomes, num_left=0, machines=1, refusals=(), scaling=()) -> PlanAnswer:
+def report(
+    *outcomes, num_left=0, machines=1, refusals=(), scaling=(), has_all_candidates=True
+) -> PlanAnswer:
     """Of a plan that simulated these; each has the outcomes on all machines."""
     cluster = load_cluster("h100_sxm")
     relaxed = cluster.with_relaxed({"nic": 800}).hardware
@@ -99,6 +101,7 @@ def report(*outcomes, num_left=0, machines=1, refusals=(), scaling=()) -> PlanAn
         plan=SearchedPlan(
             machines=(cluster.hardware, relaxed)[:machines],
             outcomes=tuple(outcomes),
+            has_all_candidates=has_all_candidates,
             num_candidates=100,
             num_without_memory=20,
             num_cut=90,

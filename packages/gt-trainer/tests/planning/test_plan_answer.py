@@ -46,6 +46,17 @@ def test_a_search_that_stopped_says_that_something_may_be_faster():
     assert "  refused          3 with --a 1: allowed is 2" in text
 
 
+def test_a_search_that_stopped_before_it_knew_all_candidates_says_so():
+    refusals = (("--a 1: allowed is 2", 3),)
+    stopped = report(refusals=refusals, has_all_candidates=False)
+    text = str(stopped)
+    assert "  stopped          before all candidates were known: others may be faster" in text
+    assert stopped.as_data()["has_all_candidates"] is False
+    assert stopped.without_answer == (
+        "nothing was simulated in 12 s, and it was stopped before all candidates were known"
+    )
+
+
 def test_nothing_that_fits_is_told_with_the_least_that_was_simulated():
     text = str(report((outcome(8, gib=90),), (outcome(4, gib=80),)))
     assert (

@@ -95,6 +95,12 @@ def test_a_plan_without_a_recipe_that_fits_has_a_page_too():
     assert "Nothing that was simulated fits." in plan_page(report((outcome(8, gib=90),)))
 
 
+def test_the_page_says_that_not_all_candidates_were_known():
+    said = "It was stopped before all candidates were known: others may be faster."
+    assert said in plan_page(report((outcome(8, gib=90),), has_all_candidates=False))
+    assert said not in plan_page(report((outcome(8, gib=90),)))
+
+
 def test_the_front_has_what_nothing_beats_in_both():
     small, fast = outcome(8, gib=30, ms=1200.0), outcome(4, gib=60, ms=900.0)
     worse = outcome(2, gib=61, ms=950.0)

@@ -1,14 +1,24 @@
 """What a search makes of what its children tell."""
 
 import math
+import random
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 from planning.outcomes import outcome
+from planning.small_problems import small_model
 
 from gt_passes.simulation import h100_sxm
+from gt_trainer.planning.candidates import PlanRequest
 from gt_trainer.planning.learned_order import Guess, LearnedOrder
-from gt_trainer.planning.planner import _batches, _Found, _sharing_capture, _take_results
+from gt_trainer.planning.planner import (
+    _batches,
+    _Found,
+    _sharing_capture,
+    _take_results,
+    search_plan,
+)
 from gt_trainer.planning.run_recipe import RunRecipe
 from gt_trainer.planning.search import Bounded, Frontier
 from gt_trainer.planning.simulate_recipes import _moved
@@ -72,6 +82,22 @@ def test_nothing_more_is_begun_when_enough_was_found_or_time_is_over():
     assert list(_batches(frontier, None, (), found, lambda: False, 1)) == []
     assert list(_batches(frontier, None, (), found, lambda: True, 2)) == []
     assert frontier.num_left == 2
+
+
+def test_a_search_that_is_stopped_before_it_knows_all_candidates_bounds_nothing():
+    model = small_model(random.Random(0))
+    request = PlanRequest(num_gpus=1, global_batch=1, gpus_per_node=1, fixed={})
+    answers = iter([False, False])
+    search = partial(search_plan, None, model, request, [h100_sxm()], seconds=0.0)
+    stopped, whole = search(is_stopped=lambda: next(answers, True)), search()
+    assert (stopped.num_candidates, stopped.has_all_candidates, stopped.least_us) == (
+        2,
+        False,
+        None,
+    )
+    assert whole.num_candidates > 2
+    assert whole.has_all_candidates
+    assert whole.least_us > 0
 
 
 def test_beside_a_recipe_its_capture_serves_what_is_thought_to_come_soon():

@@ -56,14 +56,13 @@ class PlanAnswer:
             return None
         if plan.outcomes:
             return (
-                f"none of the {len(plan.outcomes):,} recipes that were simulated fits"
-                f"{_left(plan.num_left)}"
+                f"none of the {len(plan.outcomes):,} recipes that were simulated fits{_left(plan)}"
             )
         refused = "; ".join(f"{count} with {reason}" for reason, count in plan.refusals)
-        if not plan.num_left and not plan.failures and refused:
+        if plan.has_all_candidates and not plan.num_left and not plan.failures and refused:
             return f"the rules of a run refuse every recipe that could fit: {refused}"
         failed = f": {plan.failures[0].reason}" if plan.failures else ""
-        return f"nothing was simulated in {plan.seconds:.0f} s{_left(plan.num_left)}{failed}"
+        return f"nothing was simulated in {plan.seconds:.0f} s{_left(plan)}{failed}"
 
     def as_data(self) -> dict[str, object]:
         """The answer as plain data, for programs."""
@@ -74,6 +73,7 @@ class PlanAnswer:
             "hardware": self.cluster.hardware.name,
             "num_gpus": self.num_gpus,
             "global_batch_tokens": self.global_batch_tokens,
+            "has_all_candidates": plan.has_all_candidates,
             "num_candidates": plan.num_candidates,
             "num_cut": plan.num_cut,
             "num_simulated": len(plan.outcomes),
@@ -142,7 +142,9 @@ class PlanAnswer:
             f"{refused:,} refused by the rules of a run, {len(plan.failures):,} failed, "
             f"{plan.num_left:,} left; {plan.seconds:.0f} s"
         )
-        if plan.num_left:
+        if not plan.has_all_candidates:
+            yield "  stopped          before all candidates were known: others may be faster"
+        elif plan.num_left:
             yield "  time was up      one of those left may be faster: give more --minutes"
         for reason, count in plan.refusals[:_MOST_REFUSALS]:
             yield f"  refused          {count} with {reason}"
@@ -239,8 +241,10 @@ def ranked_table(ranked: Sequence[RecipeOutcome], cluster: Cluster) -> Iterator[
     yield f"  exposed          {exposed or 'nothing'} (of the first)"
 
 
-def _left(num_left: int) -> str:
-    return f", and {num_left:,} are left: give more --minutes" if num_left else ""
+def _left(plan: SearchedPlan) -> str:
+    if not plan.has_all_candidates:
+        return ", and it was stopped before all candidates were known"
+    return f", and {plan.num_left:,} are left: give more --minutes" if plan.num_left else ""
 
 
 def goodput_on(cluster: Cluster, num_gpus: int) -> Goodput:

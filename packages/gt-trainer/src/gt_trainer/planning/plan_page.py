@@ -65,6 +65,8 @@ def _body(report: PlanAnswer, beside: Sequence[tuple[str, str]]) -> Iterator[str
         f"bounded away, {len(plan.outcomes):,} simulated, and {plan.num_left:,} are left that "
         "could be faster.</p>"
     )
+    if not plan.has_all_candidates:
+        yield "<p>It was stopped before all candidates were known: others may be faster.</p>"
     if not ranked:
         yield "<p><strong>Nothing that was simulated fits.</strong></p>"
         yield from _scaling(report)

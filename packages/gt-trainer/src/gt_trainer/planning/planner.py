@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 import math
 import os
 import time
@@ -69,6 +68,9 @@ class SearchedPlan:
     outcomes: tuple[Outcomes, ...]
     """Of each simulated recipe on each machine, in the order in which they were found."""
 
+    has_all_candidates: bool
+    """Whether the space was enumerated to its end: else candidates are but the first ones."""
+
     num_candidates: int
     num_without_memory: int
     """Whose parameters and states alone are more than a GPU has, on every machine."""
@@ -80,7 +82,10 @@ class SearchedPlan:
     """That could still be better: time was up, or enough was found."""
 
     least_us: float | None
-    """By its bounds no candidate takes less on the first machine; None if none can fit."""
+    """By its bounds no candidate takes less on the first machine.
+
+    None if none can fit, or not all are known.
+    """
 
     refusals: tuple[tuple[str, int], ...]
     """By why a run cannot have a recipe, how many that came up."""
@@ -157,9 +162,18 @@ def search_plan(
     def is_over() -> bool:
         return is_stopped() or time.monotonic() >= begin + seconds
 
-    recipes = itertools.takewhile(lambda _: not is_stopped(), candidates(request, model))
+    has_all = False
+
+    def recipes() -> Iterator[RunRecipe]:
+        nonlocal has_all
+        for recipe in candidates(request, model):
+            if is_stopped():
+                return
+            yield recipe
+        has_all = True
+
     with _uncollected():
-        bounded = list(bounded_candidates(recipes, model, machines))
+        bounded = list(bounded_candidates(recipes(), model, machines))
     frontier = Frontier(each.bounded for each in bounded)
     found = _Found(
         least_bytes=[each.least_bytes for each in bounded],
@@ -172,13 +186,14 @@ def search_plan(
     return SearchedPlan(
         machines=tuple(machines),
         outcomes=tuple(found.outcomes),
+        has_all_candidates=has_all,
         num_candidates=frontier.num_candidates,
         num_without_memory=sum(
             not any(map(math.isfinite, each.bounded.bounds)) for each in bounded
         ),
         num_cut=frontier.num_cut,
         num_left=frontier.num_left,
-        least_us=min(could_fit, default=None),
+        least_us=min(could_fit, default=None) if has_all else None,
         refusals=tuple(found.refusals.most_common()),
         failures=tuple(found.failures),
         seconds=time.monotonic() - begin,
