@@ -17,7 +17,9 @@ from gt_passes.ep_overlap.chunk_metadata import ChunkRegions
 from gt_passes.ep_overlap.exchange_operators import is_exchange_launch, is_token_exchange
 from gt_passes.ep_overlap.overlap_windows import find_overlap_windows
 from gt_passes.simulation import StepSimulation
+from gt_passes.simulation.beside import DeviceParts, more_us
 from gt_passes.simulation.graph_program import COMPUTE_STREAM
+from gt_passes.simulation.timeline import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,7 @@ class ExchangeBound:
     exchange_us: float
     exposed_us: float
     hideable_us: float
-    """The smaller of the exchange and of what the other chunks compute."""
+    """The smaller of the exchange and of what the other chunks compute, all of it beside one."""
 
     @property
     def least_exposed_us(self) -> float:
@@ -49,14 +51,11 @@ def exchange_bounds(
     regions = ChunkRegions.of(graph_module).regions
     windows, _ = find_overlap_windows(regions, nodes, OrderConstraints(graph_module))
     run = simulation.run
-    compute_us = {
-        node: task.duration_us
-        for node, task in zip(run.nodes, run.timeline.tasks, strict=True)
-        if task.stream == COMPUTE_STREAM
-    }
+    tasks = dict(zip(run.nodes, run.timeline.tasks, strict=True))
     records = {record.node_name: record for record in simulation.collectives}
     bounds = []
     for window in windows:
+        beside = [task.takes for node in window.nodes if (task := tasks.get(node)) and task.takes]
         computed: list[float] = []
         exchanged: list[float] = []
         exposed = 0.0
@@ -67,7 +66,7 @@ def exchange_bounds(
                 for node in chunk
                 if is_exchange_launch(node) and is_token_exchange(node) and node.name in records
             ]
-            computed.append(sum(compute_us.get(node, 0.0) for node in chunk))
+            computed.append(sum(_slowed_us(tasks[node], beside) for node in chunk if node in tasks))
             exchanged.append(sum(record.duration_us for record in found))
             exposed += sum(record.exposed_us for record in found)
         by_others = sum(
@@ -83,3 +82,10 @@ def exchange_bounds(
             )
         )
     return tuple(bounds)
+
+
+def _slowed_us(task: Task, beside: list[DeviceParts]) -> float:
+    """How long a task computes with all of it beside an exchange: so much of that it hides."""
+    if task.stream != COMPUTE_STREAM:
+        return 0.0
+    return task.duration_us + (0.0 if task.needs is None else more_us(task.needs, beside))

@@ -228,7 +228,7 @@ class Planner:
         least = _LEAST_SHARE * time_limit_seconds
         ends = max(started + time_limit_seconds, time.perf_counter() + least)
 
-        def within(*, counts_reductions: bool) -> _Found:
+        def within(ends: float, *, counts_reductions: bool) -> _Found:
             placement = self.problem(request, counts_reductions=counts_reductions)
             if request.recomputes and relative_gap > 0:
                 mixed = self._mixed(placement, relative_gap, ends, free.options)
@@ -239,10 +239,11 @@ class Planner:
 
         # Twice the rows of memory are for those plans that would break them.
         if relative_gap > 0 and sum(memory.at_reduction.values()) < memory.total:
-            found = within(counts_reductions=False)
+            halfway = (time.perf_counter() + ends) / 2
+            found = within(halfway, counts_reductions=False)
             if self._memory(request, found).total <= budget:
                 return found
-        return within(counts_reductions=True)
+        return within(ends, counts_reductions=True)
 
     def _memory(self, request: ResolvedRequest, found: _Found) -> MemoryBreakdown:
         return requested_memory(

@@ -13,6 +13,7 @@ those on the same links share these.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -70,7 +71,7 @@ class Neighbours:
             if edge_us <= now_us:
                 continue
             running = [taken.parts for taken in beside if taken.start_us <= now_us < taken.end_us]
-            whole_us = alone_us + _more_us(needs, running)
+            whole_us = alone_us + more_us(needs, running)
             if now_us + left * whole_us <= edge_us:
                 now_us, left = now_us + left * whole_us, 0.0
                 break
@@ -79,8 +80,13 @@ class Neighbours:
         return max(0.0, now_us + left * alone_us - start_us - alone_us)
 
 
-def _more_us(needs: DeviceParts, running: list[DeviceParts]) -> float:
-    """By how much the longer of both parts grows where others take theirs all the time."""
+def more_us(needs: DeviceParts, running: Sequence[DeviceParts]) -> float:
+    """By how much the longer of both parts grows where others take theirs all the time.
+
+    Args:
+        needs: microseconds for which a task keeps each part busy.
+        running: fractions that each of the others takes.
+    """
     if not running:
         return 0.0
     compute_us = needs.compute / (1 - max(parts.compute for parts in running))

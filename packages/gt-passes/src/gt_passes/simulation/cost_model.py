@@ -211,7 +211,7 @@ class CostModel:
             bound="compute" if time.is_product else "network",
             flops=product.flops,
             moved_bytes=sum(product.product_bytes),
-            needs=DeviceParts(num_ranks * time.part_us, 0.0) if time.is_product else None,
+            needs=time.needs if time.is_product else None,
         )
         return self.replayed(cost) if self.host == "cuda_graph" else cost
 

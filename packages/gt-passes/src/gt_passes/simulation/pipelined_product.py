@@ -21,6 +21,7 @@ from torch.fx import Node
 from gt_passes._torch_internals import OpOverload, value_of
 from gt_passes.analysis.node_calls import arguments_of
 from gt_passes.analysis.symbol_sizes import SymbolSizes
+from gt_passes.simulation.beside import DeviceParts
 from gt_passes.simulation.compute_model import matmul_us
 from gt_passes.simulation.hardware import Hardware
 from gt_passes.simulation.operands import PricedOperand, operands_of, output_operands
@@ -105,6 +106,9 @@ class PipelinedTime:
     copy_us: float
     """What one part takes from GPU to GPU."""
 
+    needs: DeviceParts
+    """For how long all products keep the device busy, without their launches."""
+
     @property
     def is_product(self) -> bool:
         """Whether parts take longer than the copies beside them."""
@@ -121,10 +125,12 @@ def pipelined_time(product: PipelinedProduct, num_ranks: int, hardware: Hardware
     """
     memory_rate = hardware.hbm_bytes_per_s * hardware.hbm_streaming_efficiency
     launch_us = hardware.kernel_fixed_us
-    whole_us = sum(
-        max(matmul_us(shape, product.dtype, hardware), 1e6 * moved / memory_rate)
+    products_us = [
+        (matmul_us(shape, product.dtype, hardware), 1e6 * moved / memory_rate)
         for shape, moved in zip(product.shapes, product.product_bytes, strict=True)
-    )
+    ]
+    whole_us = sum(map(max, products_us))
+    needs = DeviceParts(*map(sum, zip(*products_us, strict=True)))
     part_us = whole_us / num_ranks + launch_us * len(product.shapes)
     copy_us = launch_us + 1e6 * product.part_bytes / hardware.nvlink_bus_bytes_per_s
     barrier_us = launch_us + hardware.nccl_ring_nvlink_ll_us
@@ -135,7 +141,7 @@ def pipelined_time(product: PipelinedProduct, num_ranks: int, hardware: Hardware
         copy_us += barrier_us
         sum_us = launch_us + 1e6 * (num_ranks + 1) * product.part_bytes / memory_rate
         total_us = part_us + (num_ranks - 1) * max(part_us, copy_us) + barrier_us + sum_us
-    return PipelinedTime(total_us=total_us, part_us=part_us, copy_us=copy_us)
+    return PipelinedTime(total_us=total_us, part_us=part_us, copy_us=copy_us, needs=needs)
 
 
 def _operand(argument: object, sizes: SymbolSizes) -> PricedOperand:
