@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from gt_passes import PassContext, PassManager, RecomputeTagged, TagSavedTensors
@@ -85,3 +86,14 @@ def test_a_collective_is_behind_products_if_one_runs_before_its_wait():
             "elementwise": 1,
         }
     }
+
+
+def test_a_copy_between_devices_is_another_kind_than_a_cast():
+    def step(x):
+        y = x.to(torch.bfloat16)
+        return x.to("cpu"), y.to(torch.float64)
+
+    with FakeTensorMode():
+        x = torch.empty(4, device="cuda")
+    graph_module = make_fx(step)(x)
+    assert layer_summary(graph_module) == {"(no phase)": {"elementwise": 2, "host copies": 1}}

@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 
+from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from gt_passes.analysis.collectives import is_collective, launch_bytes, waits_of
 from gt_passes.analysis.symbol_sizes import SymbolSizes
@@ -60,9 +62,10 @@ def layer_summary(graph_module: GraphModule) -> LayerNumbers:
     heavy = 0
     for node in filter(_computes, graph_module.graph.nodes):
         of_layer = counts.setdefault(_layer_of(node), Counter())
-        if node.target not in kinds:
-            kinds[node.target] = _KINDS[work_of(node, sizes).kind]
-        kind = kinds[node.target]
+        call = node.target, _devices_of(node)
+        if call not in kinds:
+            kinds[call] = _KINDS[work_of(node, sizes).kind]
+        kind = kinds[call]
         of_layer[kind] += 1
         heavy += kind in _HEAVY
         num_heavy[node] = heavy
@@ -87,6 +90,12 @@ def _bytes_left_to_the_backward(graph_module: GraphModule) -> Iterator[tuple[str
     for row in residency_by_layer(graph_module, layers=_layer_of):
         for residency, num_bytes in row.num_bytes.items():
             yield row.layer, f"{_RESIDENCIES[residency]} bytes", num_bytes
+
+
+def _devices_of(node: Node) -> frozenset[str]:
+    """Where operands and results are: a copy between two of them is another kind of work."""
+    values = pytree.tree_leaves([each.meta.get("val") for each in (node, *node.all_input_nodes)])
+    return frozenset(each.device.type for each in values if isinstance(each, Tensor))
 
 
 def _computes(node: Node) -> bool:
