@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from gt_passes import ScheduleEpOverlap
-from gt_passes.simulation import CostModel, simulate_step
+from gt_passes.simulation import CostModel, h100_sxm, simulate_step
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -22,9 +23,14 @@ with pytest.MonkeyPatch.context() as paths:
 ROWS = 16384
 
 
-def bounds_of(graph_module):
+TAKES_NOTHING = {"collective_sms": 0, "collective_sms_per_nic": 0, "collective_memory_passes": 0}
+
+
+def bounds_of(graph_module, **hardware):
     # Replayed: else the host's launches hide a part of an exchange, too.
-    cost_model = CostModel(ranks_of_group=lambda name: range(16), host="cuda_graph")
+    cost_model = CostModel(
+        replace(h100_sxm(), **hardware), ranks_of_group=lambda name: range(16), host="cuda_graph"
+    )
     return exchange_bounds(graph_module, simulate_step(graph_module, cost_model))
 
 
@@ -49,6 +55,11 @@ def test_the_bound_is_the_smaller_of_exchange_and_the_other_chunk(width):
     # Wide rows are computed for longer than they are sent, narrow ones not.
     is_all_hideable = after.hideable_us == pytest.approx(after.exchange_us)
     assert is_all_hideable == (width == 16384)
+    # What an exchange slows computes for longer beside it, and so hides more of it.
+    (alone,) = bounds_of(graph_module, **TAKES_NOTHING)
+    assert after.exchange_us == pytest.approx(alone.exchange_us)
+    if not is_all_hideable:
+        assert after.hideable_us > 1.01 * alone.hideable_us
     assert after.exposed_us < before.exposed_us
     assert after.exposed_us >= after.least_exposed_us - 1e-6
 
