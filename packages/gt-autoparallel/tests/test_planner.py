@@ -18,6 +18,7 @@ from gt_autoparallel.errors import (
     ConstraintError,
     InfeasiblePlacementError,
     OpenSearchWarning,
+    OutOfTimeError,
     PlacementInputError,
     UnsupportedModelError,
 )
@@ -213,6 +214,38 @@ def test_a_budget_too_small_says_by_how_much_and_what_dominates(planner: Planner
     shares = [float(line.split()[-1].rstrip("%")) for line in table]
     assert shares == sorted(shares, reverse=True)
     assert math.isclose(sum(shares), 100.0, abs_tol=0.3)
+
+
+def test_half_of_the_time_is_kept_for_all_rows_and_an_error_names_the_limit_asked_for(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = planner.find(relative_gap=0.01).memory
+    assert sum(memory.at_reduction.values()) < memory.total
+    limits: list[float] = []
+    num_late = 1
+
+    def late(*args: Any, time_limit_seconds: float, **kwargs: Any) -> Solution:
+        limits.append(time_limit_seconds)
+        if len(limits) <= num_late:
+            raise OutOfTimeError(time_limit_seconds)
+        return solve(*args, time_limit_seconds=time_limit_seconds, **kwargs)
+
+    monkeypatch.setattr("gt_autoparallel.planner.solve", late)
+
+    def find() -> int:
+        return planner.find(
+            memory_budget_bytes=memory.total - 1,
+            recomputes=False,
+            relative_gap=0.01,
+            time_limit_seconds=60.0,
+        ).memory.total
+
+    assert find() < memory.total
+    assert limits[0] <= 30.0 < limits[1] <= 60.0
+    limits.clear()
+    num_late = 2
+    with pytest.raises(OutOfTimeError, match=r"within 60\.0 seconds; allow more time"):
+        find()
 
 
 def test_asking_again_makes_no_table_again(planner: Planner, lines: list[str]) -> None:

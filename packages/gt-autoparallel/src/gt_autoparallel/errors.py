@@ -54,5 +54,19 @@ class SolverError(PlacementError):
     """The solver failed without an answer; the message says what it reported."""
 
 
+class OutOfTimeError(SolverError):
+    """A time limit passed before any choice was found."""
+
+    def __init__(self, time_limit_seconds: float) -> None:
+        super().__init__(time_limit_seconds)
+        self.time_limit_seconds = time_limit_seconds
+
+    def __str__(self) -> str:
+        return (
+            "no choice that keeps all budgets was found within "
+            f"{self.time_limit_seconds} seconds; allow more time"
+        )
+
+
 class OpenSearchWarning(UserWarning):
     """A search ended with a larger gap than was asked for; the message says what is proven."""

@@ -11,10 +11,11 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from gt_autoparallel.audit import audit_plan
-from gt_autoparallel.errors import ConstraintError
+from gt_autoparallel.errors import ConstraintError, OutOfTimeError
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode
@@ -175,7 +176,10 @@ class Planner:
             loss_bytes=self._loss_bytes,
             accumulates_gradients=self._accumulates_gradients,
         )
-        found = self._cheapest(request, relative_gap, time_limit_seconds)
+        try:
+            found = self._cheapest(request, relative_gap, time_limit_seconds)
+        except OutOfTimeError as error:  # of a search that had a part of the time
+            raise OutOfTimeError(time_limit_seconds) from error
         plan = assemble_plan(
             graph=self.graph,
             mesh=self.mesh,
@@ -240,9 +244,10 @@ class Planner:
         # Twice the rows of memory are for those plans that would break them.
         if relative_gap > 0 and sum(memory.at_reduction.values()) < memory.total:
             halfway = (time.perf_counter() + ends) / 2
-            found = within(halfway, counts_reductions=False)
-            if self._memory(request, found).total <= budget:
-                return found
+            with suppress(OutOfTimeError):  # what is left may be enough for all rows
+                found = within(halfway, counts_reductions=False)
+                if self._memory(request, found).total <= budget:
+                    return found
         return within(ends, counts_reductions=True)
 
     def _memory(self, request: ResolvedRequest, found: _Found) -> MemoryBreakdown:

@@ -7,7 +7,14 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from gt_passes import PassContext, PassManager, RecomputeTagged, TagSavedTensors
+from gt_passes import (
+    CompileWholeGraph,
+    DescribeOnly,
+    PassContext,
+    PassManager,
+    RecomputeTagged,
+    TagSavedTensors,
+)
 from gt_trace import phase, trace_step
 from gt_trainer.steps.layer_summary import layer_counts, layer_summary
 
@@ -48,7 +55,11 @@ def test_a_summary_tells_kinds_and_what_is_left_to_the_backward_before_and_after
 
     traced = trace_step(step, module=model)(torch.rand(2, 4))
     manager = PassManager(
-        [TagSavedTensors(policy="full_recompute"), RecomputeTagged()],
+        [
+            TagSavedTensors(policy="full_recompute"),
+            RecomputeTagged(),
+            CompileWholeGraph(compiler=DescribeOnly()),
+        ],
         context=PassContext.of_step(traced),
         summarize=layer_summary,
     )

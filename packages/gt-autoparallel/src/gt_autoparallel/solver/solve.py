@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 
-from gt_autoparallel.errors import SolverError
+from gt_autoparallel.errors import OutOfTimeError
 from gt_autoparallel.solver.arc_consistency import make_arc_consistent
 from gt_autoparallel.solver.bounding import SearchSettings
 from gt_autoparallel.solver.dominance import drop_dominated
@@ -57,7 +57,7 @@ def solve(
         PlacementInputError: the problem's arrays do not fit each other.
         ForbiddenPairsError: no combination avoids the forbidden options and pairs.
         MemoryBudgetError: combinations exist, but each exceeds a budget.
-        SolverError: the time limit passed before any choice was found.
+        OutOfTimeError: the time limit passed before any choice was found.
     """
     check_problem(problem, rivals)
     start = time.perf_counter()
@@ -98,10 +98,7 @@ def solve(
                 deadline=min(deadline, ended + most),
             )
     if search.incumbent.objective_us == math.inf:
-        raise SolverError(
-            f"no choice that keeps all budgets was found within {time_limit_seconds} seconds; "
-            "allow more time"
-        )
+        raise OutOfTimeError(time_limit_seconds)
     with search.timed("ties"):
         left = deadline - time.perf_counter()
         prefer_fewer_bytes(search, whole, seconds=min(left, _LAST * time_limit_seconds))
