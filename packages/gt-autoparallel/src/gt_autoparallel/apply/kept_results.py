@@ -62,11 +62,13 @@ class KeptResults:
         return self._products and func in _PRODUCTS
 
 
-class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
+class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
     def __init__(self, results: list[tuple[Any, Any]], is_kept: _IsKept) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         self._results, self._is_kept = results, is_kept
 
+
+class _Keep(_Run):  # type: ignore[no-untyped-call]  # as above
     def __torch_dispatch__(
         self,
         func: Any,
@@ -80,11 +82,7 @@ class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is u
         return result
 
 
-class _Give(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
-    def __init__(self, results: list[tuple[Any, Any]], is_kept: _IsKept) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # as above
-        self._results, self._is_kept = results, is_kept
-
+class _Give(_Run):  # type: ignore[no-untyped-call]  # as above
     def __torch_dispatch__(
         self,
         func: Any,

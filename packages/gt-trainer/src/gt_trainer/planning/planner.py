@@ -7,9 +7,7 @@ everything once, has no thread and runs no graph, so that children can be forked
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import math
 import os
 import time
@@ -22,6 +20,7 @@ from multiprocessing.connection import wait
 from gt_config import ConfigError
 from gt_passes.simulation import Hardware
 from gt_pipeline.errors import GtPipelineError
+from gt_trace.garbage_collection import held_garbage_collection
 from gt_trainer.device import intended_for
 from gt_trainer.dry_run.numbers_as_text import GIB
 from gt_trainer.launcher.child import ChildFailedError, RunningChild
@@ -172,7 +171,7 @@ def search_plan(
             yield recipe
         has_all = True
 
-    with _uncollected():
+    with held_garbage_collection():
         bounded = list(bounded_candidates(recipes(), model, machines))
     frontier = Frontier(each.bounded for each in bounded)
     found = _Found(
@@ -198,18 +197,6 @@ def search_plan(
         failures=tuple(found.failures),
         seconds=time.monotonic() - begin,
     )
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Hundreds of thousands of candidates stay: nobody has to look for garbage among them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def bounded_candidates(
