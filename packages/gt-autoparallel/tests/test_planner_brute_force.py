@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_graphs import Exhaustive, random_graph, viewing_layers
+from exhaustive_placements import Exhaustive
+from random_graphs import random_graph, viewing_layers
 from torch.distributed.tensor import Replicate, Shard
 
 from gt_autoparallel.errors import InfeasiblePlacementError

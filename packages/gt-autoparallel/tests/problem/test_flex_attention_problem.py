@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from exhaustive_placements import Exhaustive
 from flex_attention_samples import CASES, Attends, inputs_of, samples_of
-from random_graphs import Exhaustive
 from simulated_ranks import node_of, spec_of
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
