@@ -256,18 +256,22 @@ def _rows(
 
 def _simulated(workload: str, contestant: Contestant, ours: tuple[Timed, ...]) -> list[Row]:
     """What the simulation says of the same graph, beside what its step took."""
-    if contestant.simulated_ms is None:
-        return []
+    told = {
+        "simulated_compute": (contestant.simulated_ms, [each.step_ms for each in ours]),
+        "simulated_host": (contestant.simulated_host_ms, [each.host_ms for each in ours]),
+    }
     return [
         Row(
             workload=f"{workload}, {contestant.name}",
-            metric="simulated_compute",
+            metric=metric,
             unit="ms",
-            ours=Sample.of([contestant.simulated_ms]),
-            peer=Sample.of([each.step_ms for each in ours]),
-            peer_name="this GPU, the same step",
+            ours=Sample.of([simulated_ms]),
+            peer=Sample.of(measured_ms),
+            peer_name="this machine, the same step",
             simulated=True,
         )
+        for metric, (simulated_ms, measured_ms) in told.items()
+        if simulated_ms is not None
     ]
 
 

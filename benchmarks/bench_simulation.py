@@ -1,7 +1,8 @@
 """How far is the simulated step from what others measured and published?
 
-Each workload is a published measurement on H100s. Its configuration is captured on as many ranks as
-it ran on, none of which exist, and simulated::
+Each workload is a published measurement of torchtitan's graph_trainer on H100s. Its configuration is
+captured on as many ranks as it ran on, none of which exist, and simulated, with the host's times of
+that system (``published/graph_trainer_host.json``)::
 
     python benchmarks/bench_simulation.py [--json FILE] [--workload llama3]
 
@@ -29,10 +30,12 @@ device.install("cpu")
 from report import Report, Row, Sample  # noqa: E402
 
 from gt_config import ConfigError  # noqa: E402
+from gt_passes.simulation.hardware import load_hardware  # noqa: E402
 from gt_trainer.dry_run.dry_run import dry_run  # noqa: E402
 from gt_trainer.dry_run.simulated_run import SimulatedRun  # noqa: E402
 from gt_trainer.preflight.preflight import check_configuration  # noqa: E402
 
+_MEASURED_ON = Path(__file__).parent / "published" / "graph_trainer_host.json"
 _BAND = 0.15
 """How far off a simulated step may be before we call the model wrong."""
 
@@ -174,7 +177,8 @@ def _compare_on_gpu(workload: Workload, published: Published, report: Report) ->
         report.notes.append(f"{name}: not simulated: {refusal}")
         return
     begin = time.process_time()
-    simulated = dry_run(config, workload.world_size).simulated
+    hardware = load_hardware(_MEASURED_ON.read_text())
+    simulated = dry_run(config, workload.world_size, hardware=hardware).simulated
     report.notes.append(f"{name}: {simulated.sensitivity}; {_origin(published, begin)}")
     report.rows += _rows(name, published, simulated)
 

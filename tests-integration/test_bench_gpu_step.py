@@ -59,6 +59,7 @@ def test_a_sharded_step_is_run_in_every_way(tool, tmp_path: Path) -> None:
         "gpu_step_time",
         "sustained_step_time",
         "simulated_compute",
+        "simulated_host",
         "host_per_operator",
         "launches",
     }

@@ -42,6 +42,9 @@ class Contestant:
     simulated_ms: float | None = None
     """How long the simulation says that the GPU computes in a step, where there is a graph."""
 
+    simulated_host_ms: float | None = None
+    """How long it says that the host takes to issue the step."""
+
     is_recorded: bool = False
     """Whether CUDA graphs are replayed, whose memory the allocator does not count then."""
 
@@ -101,6 +104,7 @@ def ours(
         note=f"{counts.get('pieces', 0)} pieces" if recorded else "",
         is_recorded=recorded,
         simulated_ms=simulated.compute_us / 1e3,
+        simulated_host_ms=sum(task.host_us for task in simulated.run.timeline.tasks) / 1e3,
         release=lambda: release_cuda_graphs(traced.graph_module),
     )
 

@@ -241,14 +241,14 @@ def test_the_table_says_that_nothing_was_measured():
         simulate_step(sharded_step(), h100()).table(),
         """\
 Simulated on H100 SXM (no clock was read)
-  step                    1.98 ms
+  step                    1.93 ms
   compute stream busy     1.53 ms
     slowed by collectives 0.00 ms
-  exposed communication   0.25 ms
-  waiting for the host    0.20 ms
+  exposed communication   0.34 ms
+  waiting for the host    0.07 ms
   peak memory (graph)     0.39 GiB estimated
   collectives                count      GiB        time     exposed
-    FSDP unshard                 1     0.12     0.35 ms     0.25 ms""",
+    FSDP unshard                 1     0.12     0.35 ms     0.34 ms""",
     )
 
 
