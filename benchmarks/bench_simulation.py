@@ -1,8 +1,8 @@
 """How far is the simulated step from what others measured and published?
 
-Each workload is a published measurement of torchtitan's graph_trainer on H100s. Its configuration is
-captured on as many ranks as it ran on, none of which exist, and simulated, with the host's times of
-that system (``published/graph_trainer_host.json``)::
+Each workload is a published measurement of torchtitan's graph_trainer on H100s. Its configuration
+is captured on as many ranks as it ran on, none of which exist, and simulated, with that system's
+times of the host (``published/graph_trainer_host.json``)::
 
     python benchmarks/bench_simulation.py [--json FILE] [--workload llama3]
 
