@@ -21,7 +21,7 @@ TORCHAO := .torchao
 TORCHAO_STAMP := $(TORCHAO)/.installed
 
 .PHONY: help train test test-all test-gpu check check-ruff check-types check-layers check-dependencies \
-	check-workspace check-docs docs format build smoke release bench fuzz test-torch clean
+	check-workspace check-docs docs format build smoke release bench fuzz fuzz-edits test-torch clean
 
 help:
 	@echo 'make train       train the Llama 3 debug model as a captured graph (ARGS=... to gt-train)'
@@ -36,6 +36,7 @@ help:
 	@echo 'make release     date, build, smoke, commit and tag what is unreleased (ARGS=--dry-run to see what)'
 	@echo 'make test-torch  torch-only packages against TORCH=2.11.0, 2.12.1, ... 2.15.0'
 	@echo 'make fuzz        NUM_CASES=2000 random steps x random passes, from SEED=0, compared to the bit'
+	@echo 'make fuzz-edits  NUM_CASES=2000 random edits of captured steps, from SEED=0: accepted means equal'
 	@echo 'make bench       benchmarks, results in outputs/bench/ (BENCH=name for one)'
 	@echo 'make clean       remove environments, caches and builds'
 
@@ -159,6 +160,10 @@ bench: $(STAMP)
 # Cases that fail are made small and stored in tests-integration/fuzz/regressions.
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests-integration $(BIN)/python -m fuzz \
+		--num-cases $(NUM_CASES) --seed $(SEED) $(ARGS)
+
+fuzz-edits: $(STAMP)
+	OMP_NUM_THREADS=1 PYTHONPATH=packages/gt-passes/tests $(BIN)/python -m edit_campaign \
 		--num-cases $(NUM_CASES) --seed $(SEED) $(ARGS)
 
 clean:
