@@ -62,7 +62,7 @@ train: $(STAMP)
 # one server that worker processes are forked from: one knows torch alone, the next torchtitan too, the
 # last torchao as well.
 # Most tests keep one core busy, so two run side by side, a file in one process; those of several ranks
-# (marked by tests-integration/conftest.py) alone. `ARGS="-n 0"` for one process, as pdb needs.
+# (`--ranks` of tests-integration/conftest.py tells them) alone. `ARGS="-n 0"` for one process, as pdb needs.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 TWO_AT_A_TIME := -n 2 --dist loadfile
 QUANTIZATION := tests-integration/quantization
@@ -73,16 +73,16 @@ QUANTIZATION_PYTEST := PYTHONPATH=$(CURDIR)/$(TORCHAO) $(PYTEST)
 test: $(STAMP) $(TORCHAO_STAMP)
 	@status=0; \
 	$(PYTEST) $(TWO_AT_A_TIME) -m 'not slow' packages tools $(ARGS) || status=1; \
-	$(PYTEST) $(TWO_AT_A_TIME) -m 'not slow and not ranks' $(INTEGRATION) $(ARGS) || status=1; \
-	$(PYTEST) -m 'not slow and ranks' $(INTEGRATION) $(ARGS) || status=1; \
+	$(PYTEST) $(TWO_AT_A_TIME) -m 'not slow' --ranks one $(INTEGRATION) $(ARGS) || status=1; \
+	$(PYTEST) -m 'not slow' --ranks several $(INTEGRATION) $(ARGS) || status=1; \
 	$(QUANTIZATION_PYTEST) -m 'not slow' $(WITH_TORCHAO) $(ARGS) || status=1; \
 	exit $$status
 
 test-all: $(STAMP) $(TORCHAO_STAMP)
 	@status=0; \
 	$(PYTEST) $(TWO_AT_A_TIME) packages tools $(ARGS) || status=1; \
-	$(PYTEST) $(TWO_AT_A_TIME) -m 'not ranks' $(INTEGRATION) $(ARGS) || status=1; \
-	$(PYTEST) -m ranks $(INTEGRATION) $(ARGS) || status=1; \
+	$(PYTEST) $(TWO_AT_A_TIME) --ranks one $(INTEGRATION) $(ARGS) || status=1; \
+	$(PYTEST) --ranks several $(INTEGRATION) $(ARGS) || status=1; \
 	$(QUANTIZATION_PYTEST) $(WITH_TORCHAO) $(ARGS) || status=1; \
 	exit $$status
 
