@@ -21,7 +21,7 @@ TORCHAO := .torchao
 TORCHAO_STAMP := $(TORCHAO)/.installed
 
 .PHONY: help train test test-all test-gpu check check-ruff check-types check-layers check-dependencies \
-	check-workspace check-docs docs format build smoke release bench fuzz test-torch clean
+	check-workspace check-docs docs format build smoke release bench fuzz fuzz-edits test-torch clean
 
 help:
 	@echo 'make train       train the Llama 3 debug model as a captured graph (ARGS=... to gt-train)'
@@ -36,6 +36,7 @@ help:
 	@echo 'make release     date, build, smoke, commit and tag what is unreleased (ARGS=--dry-run to see what)'
 	@echo 'make test-torch  torch-only packages against TORCH=2.11.0, 2.12.1, ... 2.15.0'
 	@echo 'make fuzz        NUM_CASES=2000 random steps x random passes, from SEED=0, compared to the bit'
+	@echo 'make fuzz-edits  NUM_CASES=2000 random edits of captured steps, from SEED=0: accepted means equal'
 	@echo 'make bench       benchmarks, results in outputs/bench/ (BENCH=name for one)'
 	@echo 'make clean       remove environments, caches and builds'
 
@@ -61,7 +62,7 @@ train: $(STAMP)
 # one server that worker processes are forked from: one knows torch alone, the next torchtitan too, the
 # last torchao as well.
 # Most tests keep one core busy, so two run side by side, a file in one process; those of several ranks
-# (marked by tests-integration/conftest.py) alone. `ARGS="-n 0"` for one process, as pdb needs.
+# (`--ranks` of tests-integration/conftest.py tells them) alone. `ARGS="-n 0"` for one process, as pdb needs.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 TWO_AT_A_TIME := -n 2 --dist loadfile
 QUANTIZATION := tests-integration/quantization
@@ -72,16 +73,16 @@ QUANTIZATION_PYTEST := PYTHONPATH=$(CURDIR)/$(TORCHAO) $(PYTEST)
 test: $(STAMP) $(TORCHAO_STAMP)
 	@status=0; \
 	$(PYTEST) $(TWO_AT_A_TIME) -m 'not slow' packages tools $(ARGS) || status=1; \
-	$(PYTEST) $(TWO_AT_A_TIME) -m 'not slow and not ranks' $(INTEGRATION) $(ARGS) || status=1; \
-	$(PYTEST) -m 'not slow and ranks' $(INTEGRATION) $(ARGS) || status=1; \
+	$(PYTEST) $(TWO_AT_A_TIME) -m 'not slow' --ranks one $(INTEGRATION) $(ARGS) || status=1; \
+	$(PYTEST) -m 'not slow' --ranks several $(INTEGRATION) $(ARGS) || status=1; \
 	$(QUANTIZATION_PYTEST) -m 'not slow' $(WITH_TORCHAO) $(ARGS) || status=1; \
 	exit $$status
 
 test-all: $(STAMP) $(TORCHAO_STAMP)
 	@status=0; \
 	$(PYTEST) $(TWO_AT_A_TIME) packages tools $(ARGS) || status=1; \
-	$(PYTEST) $(TWO_AT_A_TIME) -m 'not ranks' $(INTEGRATION) $(ARGS) || status=1; \
-	$(PYTEST) -m ranks $(INTEGRATION) $(ARGS) || status=1; \
+	$(PYTEST) $(TWO_AT_A_TIME) --ranks one $(INTEGRATION) $(ARGS) || status=1; \
+	$(PYTEST) --ranks several $(INTEGRATION) $(ARGS) || status=1; \
 	$(QUANTIZATION_PYTEST) $(WITH_TORCHAO) $(ARGS) || status=1; \
 	exit $$status
 
@@ -159,6 +160,10 @@ bench: $(STAMP)
 # Cases that fail are made small and stored in tests-integration/fuzz/regressions.
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests-integration $(BIN)/python -m fuzz \
+		--num-cases $(NUM_CASES) --seed $(SEED) $(ARGS)
+
+fuzz-edits: $(STAMP)
+	OMP_NUM_THREADS=1 PYTHONPATH=packages/gt-passes/tests $(BIN)/python -m edit_campaign \
 		--num-cases $(NUM_CASES) --seed $(SEED) $(ARGS)
 
 clean:

@@ -5,6 +5,7 @@ Holds the worker processes too: torchtitan is imported once for all of them.
 
 from __future__ import annotations
 
+import itertools
 import signal
 import sys
 from collections.abc import Iterator
@@ -26,12 +27,24 @@ _SEVERAL_RANKS = {"two", "four", "eight"}
 _PRELOAD = ["gt_trainer.testing", "transformers.models.llama.modeling_llama"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`make test` divides tests by this one, and leaves `-m` to whoever calls it."""
+    told = "only those marked `ranks`, to be run one at a time, or only the others"
+    parser.addoption("--ranks", choices=("several", "one"), help=told)
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what keeps all cores busy, to be run one at a time."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what keeps all cores busy, and keeps what `--ranks` asks for."""
+    by_ranks: dict[str, list[pytest.Item]] = {"several": [], "one": []}
     for item in items:
         if not _SEVERAL_RANKS.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.ranks)
+        by_ranks["several" if item.get_closest_marker("ranks") else "one"].append(item)
+    wanted = config.getoption("--ranks")
+    if wanted is not None:
+        items[:] = by_ranks.pop(wanted)
+        config.hook.pytest_deselected(items=[*itertools.chain(*by_ranks.values())])
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ of the siblings it declares (directly or through one another), their third-party
 workspace's default versions, and the test tools: nothing else of ours, no source tree. The tests
 are copied out of the repository, so that nothing imports from `src/`. What this catches and `make
 test` cannot: an undeclared dependency, a file missing from the wheel, a test that leans on another
-package.
+package, an import that became slow.
 """
 
 import argparse
@@ -28,6 +28,43 @@ assert here in pathlib.Path(found.origin).resolve().parents, f"{wanted}: not the
 leaked = [name for name in unwanted if importlib.util.find_spec(name)]
 assert not leaked, f"not declared by {wanted}, yet importable: {leaked}"
 """
+
+_IMPORT_TIME = """
+import importlib, sys, time
+wanted, *before = sys.argv[1:]
+for name in before:
+    importlib.import_module(name)
+start = time.process_time()
+importlib.import_module(wanted)
+print(time.process_time() - start)
+"""
+
+_STARTS = 5
+
+
+class SlowImportError(Exception):
+    """An import takes longer than it may."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportLimit:
+    """What an import may take.
+
+    Attributes:
+        module: The module imported.
+        before: What is imported already, and does not count.
+        seconds: Processor seconds, the least of a few starts with bytecode.
+    """
+
+    module: str
+    before: tuple[str, ...] = ()
+    seconds: float
+
+
+IMPORT_LIMITS = {
+    "gt-config": ImportLimit(module="gt_config", seconds=0.05),
+    "gt-pipeline": ImportLimit(module="gt_pipeline.split", before=("torch",), seconds=0.1),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +112,7 @@ def smoke_test(
     Raises:
         FileNotFoundError: If a wheel is missing.
         subprocess.CalledProcessError: If installation, an import or a test fails.
+        SlowImportError: If an import takes longer than it may.
     """
     name = variant.package
     siblings = workspace.declared_siblings(name, extras=variant.extras)
@@ -100,6 +138,8 @@ def smoke_test(
         if member.name not in (name, *siblings)
     ]
     _run(python, "-c", _IMPORT_CHECK, workspace.members[name].module, *unwanted, room=room)
+    if (limit := IMPORT_LIMITS.get(name)) is not None:
+        _check_import(python, limit, room=room)
     pytest = (python, "-m", "pytest", "-q", "-c", str(root_pyproject), "--rootdir", str(room))
     _run(*pytest, "-p", "no:cacheprovider", "-m", "not slow", "tests", room=room)
 
@@ -132,7 +172,7 @@ def main() -> int:
                 scratch=arguments.scratch.resolve(),
                 uv=_executable(arguments.uv),
             )
-        except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        except (FileNotFoundError, SlowImportError, subprocess.CalledProcessError) as error:
             print(f"smoke: {variant} FAILED: {error}", file=sys.stderr, flush=True)
             failures.append(variant)
         else:
@@ -162,12 +202,28 @@ def _executable(command: str) -> str:
     return str(Path(found).absolute())
 
 
-def _run(*command: str, room: Path) -> None:
+def _check_import(python: str, limit: ImportLimit, *, room: Path) -> None:
+    command = (python, "-c", _IMPORT_TIME, limit.module, *limit.before)
+    # The first start writes bytecode.
+    seconds = min(float(_run(*command, room=room, read=True)) for _ in range(_STARTS))
+    beside = "".join(f" after {name}" for name in limit.before)
+    print(f"import {limit.module}{beside}: {seconds * 1000:.0f} ms of processor time", flush=True)
+    if seconds > limit.seconds:
+        raise SlowImportError(
+            f"importing {limit.module}{beside} takes {seconds * 1000:.0f} ms of processor time, "
+            f"and {limit.seconds * 1000:.0f} are allowed"
+        )
+
+
+def _run(*command: str, room: Path, read: bool = False) -> str:
     # PYTHONPATH would let the source tree back in; the room is outside the workspace's members,
     # so uv's workspace sources play no part.
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    unwanted = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
+    environment = {key: value for key, value in os.environ.items() if key not in unwanted}
     environment["OMP_NUM_THREADS"] = "1"
-    subprocess.run(command, cwd=room, check=True, env=environment)
+    pipe = subprocess.PIPE if read else None
+    done = subprocess.run(command, cwd=room, check=True, env=environment, stdout=pipe, text=True)
+    return done.stdout or ""
 
 
 if __name__ == "__main__":

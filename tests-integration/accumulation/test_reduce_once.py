@@ -18,7 +18,7 @@ from accumulation.cases import (
 from training_cases import Case
 
 from gt_config import EpOverlapConfig
-from gt_config.node_keys import ChunkProducer
+from gt_config.compile_config import ChunkProducer
 from gt_trace.testing import GlooWorkers
 
 LLAMA3 = Case(

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gt_config.graph_neutral import graph_neutral
-from gt_config.node_keys import ChunkProducer
 
 Mode = Literal["none", "aot_fx_trace", "aot_joint"]
 CaptureLayers = Literal["auto", "full", "stamped", "compared"]
@@ -26,6 +25,7 @@ ShapeChangePolicy = Literal["error", "recapture"]
 ExpertPlacement = Literal["any", "expert_parallel", "own_tokens"]
 ContextParallelStrategy = Literal["gather", "ring"]
 Accumulation = Literal["every_microbatch", "reduce_once"]
+ChunkProducer = Literal["eager", "graph"]
 EpChunkDim = Literal["batch", "seq"]
 EpModuleFqn = Literal["layers.*", "layers.*.moe"]
 

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 from gt_config._field_types import describe_hint, field_hints, matches_hint
+from gt_config.compile_config import ChunkProducer
 from gt_config.errors import NodeMetadataError, NodeMetadataVersionError
 
 NODE_METADATA_VERSION = 1
@@ -55,7 +56,6 @@ CpCollectiveKind = Literal["gather", "reduce_grad", "pass_on", "pass_on_grad"]
 EpRegionKind = Literal["dispatch", "compute", "combine"]
 EpExchangeKind = Literal["token_count_exchange", "token_exchange"]
 ChunkRole = Literal["split_boundary", "body", "materialization"]
-ChunkProducer = Literal["eager", "graph"]
 OverlappedBackward = Literal["FULL_BACKWARD", "BACKWARD_INPUT"]
 """The backwards that can be one graph with a forward. dW waits for nothing: it would gain nothing.
 """

@@ -7,6 +7,7 @@
 """
 
 from gt_passes.analysis.liveness import estimate_memory, estimate_peak_bytes
+from gt_passes.analysis.node_calls import call_like
 from gt_passes.analysis.operator_effects import declare_pure_operator
 from gt_passes.clean_up.canonicalize_views import CanonicalizeViews
 from gt_passes.clean_up.merge_waits import MergeWaits
@@ -94,6 +95,7 @@ __all__ = [
     "TagSavedTensors",
     "VerificationError",
     "Verifier",
+    "call_like",
     "declare_pure_operator",
     "default_passes",
     "default_recipe",

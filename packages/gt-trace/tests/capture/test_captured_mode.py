@@ -73,7 +73,7 @@ def _freeze(module: nn.Sequential) -> None:
 
 
 CHANGES = [
-    (_evaluate, "the module is in evaluation mode, and was in training mode"),
+    (_evaluate, "the module and all 3 in it are in evaluation mode, and were in training mode"),
     (_hook, "module 0 has 1 hooks, and had 0; those that were there are part of the graph"),
     (_backward_hook, "the module has 1 hooks, and had 0"),
     (_gradient_hook, "parameter 2.bias has a hook by register_hook, which would not run; remove"),
@@ -115,11 +115,21 @@ def test_every_difference_is_listed(step: TracedStep):
         bound(torch.ones(2, 4))
     assert [line.split(",")[0] for line in str(caught.value).splitlines()] == [
         "this is not as it was when it was captured:",
-        "  the module is in evaluation mode",
-        "  module 0 is in evaluation mode",
-        "  module 1 is in evaluation mode",
-        "  module 2 is in evaluation mode",
+        "  the module and all 3 in it are in evaluation mode",
         "  parameter 2.bias has a hook by register_hook",
+    ]
+
+
+def test_a_module_in_another_mode_than_what_is_in_it_is_told_alone():
+    module = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 1))
+    bound = captured(module).bind(module)
+    module.eval()
+    module[1].train()
+    with pytest.raises(StateMismatchError) as caught:
+        bound(torch.ones(2, 4))
+    assert str(caught.value).splitlines()[1:] == [
+        "  the module is in evaluation mode, and was in training mode",
+        "  module 0 and all 2 in it are in evaluation mode, and were in training mode",
     ]
 
 

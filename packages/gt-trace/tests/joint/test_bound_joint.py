@@ -290,9 +290,7 @@ def test_evaluation_with_what_was_captured_in_training_is_an_error() -> None:
         bound(x)
     assert str(error.value) == (
         "this is not as it was when it was captured:\n"
-        "  the module is in evaluation mode, and was in training mode\n"
-        "  module up is in evaluation mode, and was in training mode\n"
-        "  module down is in evaluation mode, and was in training mode"
+        "  the module and all 2 in it are in evaluation mode, and were in training mode"
     )
 
 

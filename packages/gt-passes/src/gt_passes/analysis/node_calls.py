@@ -1,4 +1,4 @@
-"""What a node calls and on what: its arguments by name, and its operator run on other values."""
+"""What a node calls and on what: arguments by name, its operator run on other values, new calls."""
 
 from __future__ import annotations
 
@@ -43,6 +43,18 @@ def evaluate(node: Node, values: Callable[[Node], object] = value_of) -> Any:
     args, kwargs = cast("Any", (map_aggregate(node.args, load), map_aggregate(node.kwargs, load)))
     assert callable(node.target)  # true of call_function nodes
     return node.target(*args, **kwargs)
+
+
+def call_like(like: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+    """Add a call to a graph, at its insertion point, that belongs where another node does.
+
+    It has the annotations of ``like`` (module, phase, line of the program), and the fake value that
+    its operator gives on those of its inputs.
+    """
+    node = like.graph.call_function(target, args, kwargs)
+    node.meta = {key: value for key, value in like.meta.items() if key != "val"}
+    node.meta["val"] = evaluate(node)
+    return node
 
 
 def subgraph_of(node: Node) -> GraphModule | None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 
 from torch.fx import GraphModule, Node
 
+from gt_config.compile_config import ChunkProducer
 from gt_config.node_keys import (
     ChunkAnnotation,
-    ChunkProducer,
     ChunkRole,
     Direction,
     EpExchangeAnnotation,

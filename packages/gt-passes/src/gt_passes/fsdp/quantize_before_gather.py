@@ -18,7 +18,7 @@ from gt_passes.analysis.bucket_copies import PACK_BUCKET, UNPACK_BUCKET
 from gt_passes.analysis.code_motion import CodeMotion
 from gt_passes.analysis.collectives import is_collective
 from gt_passes.analysis.fsdp_collective import fsdp_collective
-from gt_passes.analysis.node_calls import evaluate
+from gt_passes.analysis.node_calls import call_like
 from gt_passes.contract import ChangeBounds, PassContext, PassReport, Refusal
 from gt_passes.fsdp.fsdp_buckets import replace_uses
 from gt_passes.fsdp.fsdp_launches import FsdpLaunch
@@ -270,11 +270,9 @@ class _Nodes:
         **kwargs: Any,
     ) -> Node:
         assert callable(target)
-        node = self._graph.call_function(target, args, kwargs)
-        node.meta = {key: value for key, value in like.meta.items() if key != "val"}
+        node = call_like(like, target, *args, **kwargs)
         if of is not None:
             write_annotation(node, of)
-        node.meta["val"] = evaluate(node)
         return node
 
 

@@ -40,6 +40,7 @@ from gt_passes.graph_problem import GraphProblem
 from gt_passes.verifier.symbol_renaming import equal_up_to_fresh_symbols
 
 _CHECK: Final = "fake re-propagation"
+_NO_VALUE: Final = 'no fake value in node.meta["val"]; gt_passes.call_like adds calls that have one'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,11 +158,7 @@ class Repropagator:
                 )
                 return None
             except Exception as error:  # noqa: BLE001 - whatever an operator says of its inputs
-                return _problem(
-                    node,
-                    "its operator refuses the recorded values of its inputs: "
-                    f"{type(error).__name__}: {_first_line(error)}",
-                )
+                return _problem(node, _refusal(operands, values, error))
             answer = signature(result)
             if self._number_of[node] is None or is_symbolic(answer):
                 if not equal_up_to_fresh_symbols(values.value_of(node), result):
@@ -286,7 +283,7 @@ def _is_unread_number(node: Node, recorded: object, answer: Hashable) -> bool:
 
 def _mismatch(node: Node, recorded: Hashable, answer: Hashable) -> GraphProblem:
     if recorded is None:
-        message = 'it has no fake value in node.meta["val"]'
+        message = f"it has {_NO_VALUE}"
     else:
         message = "its recorded fake value is not what its operator gives on its inputs"
     return GraphProblem(
@@ -296,6 +293,21 @@ def _mismatch(node: Node, recorded: Hashable, answer: Hashable) -> GraphProblem:
         message=message,
         expected=describe(answer),
         got=None if recorded is None else describe(recorded),
+    )
+
+
+def _refusal(operands: Collection[Node], values: _RecordedValues, error: Exception) -> str:
+    """Why an operator could not be run: most often for a new node that has no value yet."""
+    bare = [
+        each.name
+        for each in operands
+        if each.op == "call_function" and values.value_of(each) is None
+    ]
+    if bare:
+        return f"its operator cannot be run without a value of {', '.join(bare)}"
+    return (
+        "its operator refuses the recorded values of its inputs: "
+        f"{type(error).__name__}: {_first_line(error)}"
     )
 
 

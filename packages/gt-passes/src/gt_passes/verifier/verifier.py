@@ -31,7 +31,7 @@ from gt_passes.verifier.bound_symbols import find_symbol_problems
 from gt_passes.verifier.collective_races import find_race_problems
 from gt_passes.verifier.collective_waits import find_wait_problems
 from gt_passes.verifier.memory_order import MemoryOrder
-from gt_passes.verifier.overlapping_writes import find_overlapping_write_problems
+from gt_passes.verifier.refused_writes import find_refused_write_problems
 from gt_passes.verifier.repropagation import Repropagator, UnverifiedNode
 
 
@@ -125,7 +125,7 @@ class Verifier:
         problems += self._repropagator.find_problems(scan, fake_mode)
         problems += find_symbol_problems(scan.position)
         problems += find_wait_problems(scan, tolerated=tolerated_waits)
-        problems += find_overlapping_write_problems(scan.writers)
+        problems += find_refused_write_problems(scan.writers)
         if is_well_formed:
             problems += find_race_problems(MemoryOrder.of(scan))
         return VerificationReport(
@@ -168,7 +168,7 @@ class Verifier:
         if any(map(symbols_bound_by, changed)):
             problems += find_symbol_problems(after.position)
         problems += find_wait_problems(after, tolerated=tolerated_waits)
-        problems += find_overlapping_write_problems(n for n in after.writers if n in reached)
+        problems += find_refused_write_problems(n for n in after.writers if n in reached)
         return tuple(problems)
 
 

@@ -132,15 +132,12 @@ class ModeGuard:
 
     def _module_problems(self) -> list[str]:
         was, now = self._captured, CapturedMode.now(self._module)
-        problems = []
+        problems = _mode_problems(was.training, now.training)
         for name in dict.fromkeys((*was.training, *now.training)):
             if name not in now.training or name not in was.training:
                 is_now = "is gone" if name in was.training else "is new"
                 problems.append(f"{_of(name)} {is_now}")
                 continue
-            if was.training[name] != now.training[name]:
-                modes = [_mode(now.training[name]), _mode(was.training[name])]
-                problems.append(f"{_of(name)} is in {modes[0]} mode, and was in {modes[1]} mode")
             counts = now.num_hooks.get(name, 0), was.num_hooks.get(name, 0)
             if counts[0] != counts[1]:
                 problems.append(
@@ -163,6 +160,24 @@ class ModeGuard:
         raise StateMismatchError(
             "this is not as it was when it was captured:\n  " + "\n  ".join(problems)
         )
+
+
+def _mode_problems(was: Mapping[str, bool], now: Mapping[str, bool]) -> list[str]:
+    """A sentence for each module in another mode, or for one that has it with all that it holds."""
+    changed = {name: now[name] for name in was if name in now and was[name] != now[name]}
+    problems = []
+    told: set[str] = set()
+    for name, mode in changed.items():
+        if name in told:
+            continue
+        inside = [each for each in now if (each and not name) or each.startswith(f"{name}.")]
+        modes = f"in {_mode(mode)} mode, and {{}} in {_mode(not mode)} mode"
+        if inside and all(changed.get(each) is mode for each in inside):
+            told.update(inside)
+            problems.append(f"{_of(name)} and all {len(inside)} in it are {modes.format('were')}")
+        else:
+            problems.append(f"{_of(name)} is {modes.format('was')}")
+    return problems
 
 
 def hook_problems(module: nn.Module, lost_hooks: tuple[str, ...]) -> list[str]:

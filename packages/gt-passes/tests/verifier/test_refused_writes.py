@@ -1,4 +1,4 @@
-"""A write to an expanded tensor, which only its kernel would refuse, is found before it runs."""
+"""A write that only its kernel would refuse is found before it runs."""
 
 from __future__ import annotations
 
@@ -56,6 +56,60 @@ def test_a_write_whose_kernel_takes_it_is_right(write):
     x, mask = torch.ones(4, 1), torch.zeros(4, 3, dtype=torch.bool)
     step(x, mask)  # it runs
     assert problems(make_fx(step, tracing_mode="fake")(x, mask)) == ""
+
+
+WHOLE = torch.ones(3, dtype=torch.int64)
+HALVES = torch.full((3,), 0.5)
+
+
+def written(operator, *arguments: torch.Tensor | float) -> GraphModule:
+    """A step that writes to whole numbers; a tensor among the arguments is an input of it."""
+
+    def step(x, other):
+        y = x + 1
+        operator(y, *(other if isinstance(each, torch.Tensor) else each for each in arguments))
+        return y
+
+    (*_, other) = arguments
+    return make_fx(step, tracing_mode="fake")(WHOLE, other)
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments"),
+    [(aten.mul_.Tensor, (1.5,)), (aten.addcmul_.default, (HALVES, HALVES))],
+)
+def test_a_write_of_another_kind_of_number_is_found(operator, arguments):
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        operator(WHOLE.clone(), *arguments)
+    message = "it writes torch.float32 to add, to which that is not converted"
+    assert problems(written(operator, *arguments)).splitlines()[1:] == [message]
+
+
+def test_a_write_that_an_operator_refuses_without_writing_is_found():
+    def step(x):
+        y = x.clone()
+        aten.sub_.Tensor(y, x)
+        return y
+
+    booleans = torch.ones(3, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match="Subtraction, the `-` operator"):
+        step(booleans)
+    (message,) = problems(make_fx(step, tracing_mode="fake")(booleans)).splitlines()[1:]
+    assert message.startswith("its operator refuses to write this: Subtraction, the `-` operator")
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments"),
+    [
+        (aten.mul_.Tensor, (2,)),
+        (aten.mul_.Tensor, (torch.ones((), dtype=torch.int32),)),
+        (aten.copy_.default, (HALVES,)),
+        (aten.fill_.Scalar, (1.5,)),
+    ],
+)
+def test_a_write_that_is_converted_is_right(operator, arguments):
+    operator(WHOLE.clone(), *arguments)  # it runs
+    assert problems(written(operator, *arguments)) == ""
 
 
 def test_a_write_to_memory_of_its_own_is_right():
