@@ -7,6 +7,7 @@ again with another budget or other constraints costs little more than the solve.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections import defaultdict
@@ -15,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from gt_autoparallel.audit import audit_plan
-from gt_autoparallel.errors import ConstraintError, OutOfTimeError
+from gt_autoparallel.errors import ConstraintError, DearPlacementError, OutOfTimeError
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode
@@ -134,6 +135,7 @@ class Planner:
         recomputes: bool = True,
         relative_gap: float = 0.0,
         time_limit_seconds: float = 120.0,
+        below_us: float = math.inf,
         audit: bool = True,
     ) -> PlacementPlan:
         """The cheapest placement that keeps constraints and budget.
@@ -149,6 +151,8 @@ class Planner:
                 budget: gatherings of parameters too.
             relative_gap: the plan may cost more than the best one by this.
             time_limit_seconds: for the solver; then the best plan yet is given with its gap.
+            below_us: no budget is searched for if what keeps the constraints alone costs this or
+                more.
             audit: whether to work the plan out a second time, see ``audit_plan``.
 
         Raises:
@@ -156,7 +160,7 @@ class Planner:
             ConstraintError: a constraint names what does not exist or asks for what no option is.
             InfeasiblePlacementError: nothing keeps constraints and budget; says which and by how
                 much.
-            SolverError: no plan was found in time.
+            SolverError: no plan was found in time, or every plan is too dear.
             AuditError: the plan is not what the solver said: a bug of ours.
         """
         check_request(
@@ -165,6 +169,7 @@ class Planner:
             recomputes=recomputes,
             relative_gap=relative_gap,
             time_limit_seconds=time_limit_seconds,
+            below_us=below_us,
         )
         request = ResolvedRequest(
             constraints=self.resolved(constraints),
@@ -177,7 +182,7 @@ class Planner:
             accumulates_gradients=self._accumulates_gradients,
         )
         try:
-            found = self._cheapest(request, relative_gap, time_limit_seconds)
+            found = self._cheapest(request, relative_gap, time_limit_seconds, below_us)
         except OutOfTimeError as error:  # of a search that had a part of the time
             raise OutOfTimeError(time_limit_seconds) from error
         plan = assemble_plan(
@@ -207,7 +212,11 @@ class Planner:
         return tuple(constraints)
 
     def _cheapest(
-        self, request: ResolvedRequest, relative_gap: float, time_limit_seconds: float
+        self,
+        request: ResolvedRequest,
+        relative_gap: float,
+        time_limit_seconds: float,
+        below_us: float,
     ) -> _Found:
         """The cheapest placement; of a request with a budget first that without it.
 
@@ -224,6 +233,8 @@ class Planner:
             )
             if free.report.proven:  # more time would find no other
                 self._unlimited[unlimited, relative_gap] = free
+        if free.report.lower_bound_us >= below_us:
+            raise DearPlacementError(free.report.lower_bound_us, below_us)
         if budget is None:
             return free
         memory = self._memory(request, free)
