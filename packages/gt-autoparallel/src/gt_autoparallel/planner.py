@@ -142,7 +142,8 @@ class Planner:
 
         Of equally cheap ones it is one that takes little memory. Whatever the gap, what experts
         would do (``expert_plans``) under the same constraints and budget costs no less, unless the
-        time limit ends the proof of that too.
+        time limit ends the proof of that too. Of layers that are counted by what they do (a gap is
+        allowed, and a budget binds) this holds for what is found of experts without branching.
 
         Args:
             constraints: by names and patterns, or already those of single nodes.

@@ -1,10 +1,9 @@
 """What experts do, as rivals that the solver must not lose to whatever gap it is allowed.
 
 An expert's plan (``axis_styles``) is a part of the problem: of each variable those options that
-lie where the expert pins its first node. The solver proves that nothing in that part is cheaper
-than its own choice, or takes what is (``solver.rivals``). Where a request pins what the expert
-does, that part is the whole problem: to look there would be to look for the optimum, whatever gap
-was asked for.
+lie where the expert pins its first node. The solver looks in that part for what is cheaper than its
+own choice (``solver.rivals``). Where a request pins what the expert does, the part is the whole
+problem: to look there would be to look for the optimum, whatever gap was asked for.
 """
 
 from __future__ import annotations

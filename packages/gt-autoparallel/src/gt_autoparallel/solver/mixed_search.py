@@ -97,7 +97,7 @@ def solve_mixed(
             linear programs and mixtures is not branched.
         time_limit_seconds: after this the best mixture and bound yet are given.
         warm_start: as for ``solve``.
-        rivals: as for ``solve``.
+        rivals: parts of the problem, in which what is cheaper is looked for without branching.
         progress: as for ``solve``.
 
     Raises:
