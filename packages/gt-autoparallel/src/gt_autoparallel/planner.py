@@ -152,8 +152,8 @@ class Planner:
                 budget: gatherings of parameters too.
             relative_gap: the plan may cost more than the best one by this.
             time_limit_seconds: for the solver; then the best plan yet is given with its gap.
-            below_us: no budget is searched for if what keeps the constraints alone costs this or
-                more.
+            below_us: the search ends where it is known that every plan costs this or more: by what
+                keeps the constraints alone, or because nothing was found within the budget.
             audit: whether to work the plan out a second time, see ``audit_plan``.
 
         Raises:
@@ -247,7 +247,7 @@ class Planner:
         def within(ends: float, *, counts_reductions: bool) -> _Found:
             placement = self.problem(request, counts_reductions=counts_reductions)
             if request.recomputes and relative_gap > 0:
-                mixed = self._mixed(placement, relative_gap, ends, free.options)
+                mixed = self._mixed(placement, relative_gap, ends, free.options, below_us)
                 if mixed is not None:
                     return mixed
             left = max(ends - time.perf_counter(), least)
@@ -273,6 +273,7 @@ class Planner:
         relative_gap: float,
         ends: float,
         near: Sequence[NodeOption],
+        below_us: float,
     ) -> _Found | None:
         """A placement of which alike layers may place and recompute differently.
 
@@ -289,6 +290,8 @@ class Planner:
             progress=lambda progress: self._say(str(progress)),
         )
         if found.mixture is None:
+            if below_us <= found.lower_bound_us < math.inf:
+                raise DearPlacementError(below_us, below_us)  # the bound may be of guessed prices
             return None
         self._warm_starts[_shape(placement)] = found.warm_start
         mixture = mixture_without_idle_work(placement, found.mixture)
