@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from gt_autoparallel.errors import (
     ConstraintError,
+    DearPlacementError,
     InfeasiblePlacementError,
     OpenSearchWarning,
     OutOfTimeError,
@@ -40,7 +41,8 @@ from gt_autoparallel.problem.constraints import (
     ResolvedRequest,
     resolve_constraints,
 )
-from gt_autoparallel.solver import Solution, solve
+from gt_autoparallel.solver import Solution, WarmStart, solve
+from gt_autoparallel.solver.mixed_search import MixedSolution
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 MESH = MeshShape(names=("data",), sizes=(4,))
@@ -246,6 +248,47 @@ def test_half_of_the_time_is_kept_for_all_rows_and_an_error_names_the_limit_aske
     num_late = 2
     with pytest.raises(OutOfTimeError, match=r"within 60\.0 seconds; allow more time"):
         find()
+
+
+def test_a_budget_is_not_searched_for_if_every_plan_is_too_dear(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = planner.find(relative_gap=0.01)
+    budget = free.memory.total - 1
+    monkeypatch.setattr(planner, "_mixed", None)
+    with pytest.raises(DearPlacementError) as error:
+        planner.find(
+            memory_budget_bytes=budget,
+            relative_gap=0.01,
+            below_us=free.solver.lower_bound_us,
+        )
+    assert str(error.value) == (
+        f"every plan costs {free.solver.lower_bound_us:.0f} us or more; "
+        f"one that costs less than {free.solver.lower_bound_us:.0f} us was asked for"
+    )
+
+
+def test_nothing_is_branched_for_plans_that_are_too_dear_within_a_budget(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = planner.find(relative_gap=0.01)
+    below_us = 2 * free.objective_us
+
+    def nothing(*args: object, **further: object) -> MixedSolution:
+        return MixedSolution(
+            mixture=None,
+            lower_bound_us=3 * free.objective_us,
+            gap=math.inf,
+            seconds=0.0,
+            memory_prices=(),
+            warm_start=WarmStart(choices=()),
+        )
+
+    monkeypatch.setattr("gt_autoparallel.planner.solve_mixed", nothing)
+    asked = {"memory_budget_bytes": free.memory.total - 1, "relative_gap": 0.01}
+    with pytest.raises(DearPlacementError):
+        planner.find(**asked, below_us=below_us)
+    assert planner.find(**asked).memory.total < free.memory.total
 
 
 def test_asking_again_makes_no_table_again(planner: Planner, lines: list[str]) -> None:

@@ -67,6 +67,7 @@ def test_names_every_part_of_a_request_that_is_not_what_it_must_be() -> None:
         "memory_budget_bytes": 1.5,
         "relative_gap": float("nan"),
         "time_limit_seconds": 0,
+        "below_us": -1.0,
     }
     with pytest.raises(PlacementInputError) as error:
         planner().find(**wrong)
@@ -76,7 +77,8 @@ def test_names_every_part_of_a_request_that_is_not_what_it_must_be() -> None:
         "nodes=..., experts=..., expert_tokens=...)\n"
         "  memory_budget_bytes is 1.5; allowed: an integer of at least 0, or None for no limit\n"
         "  relative_gap is nan; allowed: a number of at least 0\n"
-        "  time_limit_seconds is 0; allowed: a positive number"
+        "  time_limit_seconds is 0; allowed: a positive number\n"
+        "  below_us is -1.0; allowed: a number of at least 0"
     )
 
 

@@ -25,6 +25,7 @@ from gt_autoparallel import (
     write_plan,
 )
 from gt_autoparallel.errors import SolverError
+from gt_autoparallel.expert_table import expert_plans
 from gt_autoparallel.graph.redistribution import RedistributionStep
 from gt_autoparallel.planner import Planner
 from gt_autoparallel.prices.queued import QueuedPrices, largest_layer_bytes
@@ -107,20 +108,34 @@ def test_of_equally_fast_steps_the_planners_own_is_taken() -> None:
     assert taken.judgement.chosen == OWN
 
 
+@pytest.mark.parametrize("is_searched", [False, True])
 def test_who_costs_much_more_is_not_simulated_and_the_judgement_says_so(
-    monkeypatch: pytest.MonkeyPatch,
+    is_searched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without a budget already, so that nobody searches; or with the budget."""
     monkeypatch.setattr("gt_autoparallel.simulated_rivals._WORTH_SIMULATING", 1.0)
+    if is_searched:
+        monkeypatch.setattr(
+            "gt_autoparallel.simulated_rivals.expert_plans",
+            lambda *args, below_us, **further: expert_plans(*args, **further),
+        )
     seen: list[PlacementPlan] = []
     candidates = _candidates(judged(lambda plan: 1.0, seen))
     assert [plan.objective_us for plan in seen] == [own().objective_us]
-    dear = [each for each in candidates if each.step is None and "the same" not in each.reason]
-    assert dear
+    dear = [each for each in candidates if each.reason.startswith("not simulated: ")]
+    dear = [each for each in dear if "the same" not in each.reason]
+    assert {each.objective_us is None for each in dear} == {not is_searched}
+    constraints = planner().resolved(GIVEN)
+    costs = {
+        each.name: each.plan.objective_us
+        for each in expert_plans(planner(), constraints=constraints, relative_gap=0.0)
+        if each.plan is not None
+    }
     for each in dear:
-        assert each.objective_us is not None
-        ratio = each.objective_us / own().objective_us
+        ratio = costs[each.name] / own().objective_us
         assert str(each) == (
             f"{each.name}: not simulated: {ratio:.2f} times the cost by the planner's prices"
+            + ("" if is_searched else " or more")
         )
 
 

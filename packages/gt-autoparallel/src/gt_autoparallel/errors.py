@@ -11,6 +11,8 @@
     ├── PlanMismatchError               a saved plan is damaged, or made for something else
     ├── AuditError                      a plan's cost is not what the solver said: our bug
     └── SolverError                     the solver gave no answer
+        ├── OutOfTimeError              its time was over
+        └── DearPlacementError          every plan costs more than is of use
 
 ``OpenSearchWarning`` comes with a plan that is fit for use.
 """
@@ -65,6 +67,21 @@ class OutOfTimeError(SolverError):
         return (
             "no choice that keeps all budgets was found within "
             f"{self.time_limit_seconds} seconds; allow more time"
+        )
+
+
+class DearPlacementError(SolverError):
+    """Every plan costs as much as a plan must cost less than, or more."""
+
+    def __init__(self, least_us: float, below_us: float) -> None:
+        super().__init__(least_us, below_us)
+        self.least_us = least_us
+        self.below_us = below_us
+
+    def __str__(self) -> str:
+        return (
+            f"every plan costs {self.least_us:.0f} us or more; "
+            f"one that costs less than {self.below_us:.0f} us was asked for"
         )
 
 

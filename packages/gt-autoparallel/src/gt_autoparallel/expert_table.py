@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gt_autoparallel.errors import ConstraintError, InfeasiblePlacementError, SolverError
+from gt_autoparallel.errors import (
+    ConstraintError,
+    DearPlacementError,
+    InfeasiblePlacementError,
+    SolverError,
+)
 from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.planner import Planner
 from gt_autoparallel.problem.axis_styles import AxisStyle, expert_styles, pinned_constraints
@@ -21,6 +27,9 @@ class ExpertPlan:
     plan: PlacementPlan | None
     impossible: str = ""
 
+    least_us: float | None = None
+    """What every such plan costs at least, if there is none for being too dear."""
+
 
 def expert_plans(
     planner: Planner,
@@ -32,6 +41,7 @@ def expert_plans(
     recomputes: bool = True,
     relative_gap: float = 1e-3,
     time_limit_seconds: float = 120.0,
+    below_us: float = math.inf,
 ) -> Iterator[ExpertPlan]:
     """The cheapest plan that does what each expert does.
 
@@ -47,6 +57,7 @@ def expert_plans(
             ``Planner.find``.
         relative_gap: how much each may cost above the cheapest that does the same.
         time_limit_seconds: for each; who has none by then has no plan.
+        below_us: likewise who costs this or more without a budget.
     """
     if styles is None:
         has_experts = bool(planner.graph.of_kind("experts"))
@@ -66,7 +77,10 @@ def expert_plans(
                 recomputes=recomputes,
                 relative_gap=relative_gap,
                 time_limit_seconds=time_limit_seconds,
+                below_us=below_us,
             )
+        except DearPlacementError as error:
+            yield ExpertPlan(name=name, plan=None, impossible=str(error), least_us=error.least_us)
         except (ConstraintError, InfeasiblePlacementError, SolverError) as error:
             yield ExpertPlan(name=name, plan=None, impossible=" ".join(str(error).split()))
         else:

@@ -7,6 +7,7 @@ again with another budget or other constraints costs little more than the solve.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections import defaultdict
@@ -15,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from gt_autoparallel.audit import audit_plan
-from gt_autoparallel.errors import ConstraintError, OutOfTimeError
+from gt_autoparallel.errors import ConstraintError, DearPlacementError, OutOfTimeError
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode
@@ -134,13 +135,15 @@ class Planner:
         recomputes: bool = True,
         relative_gap: float = 0.0,
         time_limit_seconds: float = 120.0,
+        below_us: float = math.inf,
         audit: bool = True,
     ) -> PlacementPlan:
         """The cheapest placement that keeps constraints and budget.
 
         Of equally cheap ones it is one that takes little memory. Whatever the gap, what experts
         would do (``expert_plans``) under the same constraints and budget costs no less, unless the
-        time limit ends the proof of that too.
+        time limit ends the proof of that too. Of layers that are counted by what they do (a gap is
+        allowed, and a budget binds) this holds for what is found of experts without branching.
 
         Args:
             constraints: by names and patterns, or already those of single nodes.
@@ -149,6 +152,8 @@ class Planner:
                 budget: gatherings of parameters too.
             relative_gap: the plan may cost more than the best one by this.
             time_limit_seconds: for the solver; then the best plan yet is given with its gap.
+            below_us: the search ends where it is known that every plan costs this or more: by what
+                keeps the constraints alone, or because nothing was found within the budget.
             audit: whether to work the plan out a second time, see ``audit_plan``.
 
         Raises:
@@ -156,7 +161,7 @@ class Planner:
             ConstraintError: a constraint names what does not exist or asks for what no option is.
             InfeasiblePlacementError: nothing keeps constraints and budget; says which and by how
                 much.
-            SolverError: no plan was found in time.
+            SolverError: no plan was found in time, or every plan is too dear.
             AuditError: the plan is not what the solver said: a bug of ours.
         """
         check_request(
@@ -165,6 +170,7 @@ class Planner:
             recomputes=recomputes,
             relative_gap=relative_gap,
             time_limit_seconds=time_limit_seconds,
+            below_us=below_us,
         )
         request = ResolvedRequest(
             constraints=self.resolved(constraints),
@@ -177,7 +183,7 @@ class Planner:
             accumulates_gradients=self._accumulates_gradients,
         )
         try:
-            found = self._cheapest(request, relative_gap, time_limit_seconds)
+            found = self._cheapest(request, relative_gap, time_limit_seconds, below_us)
         except OutOfTimeError as error:  # of a search that had a part of the time
             raise OutOfTimeError(time_limit_seconds) from error
         plan = assemble_plan(
@@ -207,7 +213,11 @@ class Planner:
         return tuple(constraints)
 
     def _cheapest(
-        self, request: ResolvedRequest, relative_gap: float, time_limit_seconds: float
+        self,
+        request: ResolvedRequest,
+        relative_gap: float,
+        time_limit_seconds: float,
+        below_us: float,
     ) -> _Found:
         """The cheapest placement; of a request with a budget first that without it.
 
@@ -224,6 +234,8 @@ class Planner:
             )
             if free.report.proven:  # more time would find no other
                 self._unlimited[unlimited, relative_gap] = free
+        if free.report.lower_bound_us >= below_us:
+            raise DearPlacementError(free.report.lower_bound_us, below_us)
         if budget is None:
             return free
         memory = self._memory(request, free)
@@ -235,7 +247,7 @@ class Planner:
         def within(ends: float, *, counts_reductions: bool) -> _Found:
             placement = self.problem(request, counts_reductions=counts_reductions)
             if request.recomputes and relative_gap > 0:
-                mixed = self._mixed(placement, relative_gap, ends, free.options)
+                mixed = self._mixed(placement, relative_gap, ends, free.options, below_us)
                 if mixed is not None:
                     return mixed
             left = max(ends - time.perf_counter(), least)
@@ -261,6 +273,7 @@ class Planner:
         relative_gap: float,
         ends: float,
         near: Sequence[NodeOption],
+        below_us: float,
     ) -> _Found | None:
         """A placement of which alike layers may place and recompute differently.
 
@@ -277,6 +290,8 @@ class Planner:
             progress=lambda progress: self._say(str(progress)),
         )
         if found.mixture is None:
+            if below_us <= found.lower_bound_us < math.inf:
+                raise DearPlacementError(below_us, below_us)  # the bound may be of guessed prices
             return None
         self._warm_starts[_shape(placement)] = found.warm_start
         mixture = mixture_without_idle_work(placement, found.mixture)

@@ -149,6 +149,7 @@ def check_request(
     recomputes: object,
     relative_gap: object,
     time_limit_seconds: object,
+    below_us: object,
 ) -> None:
     """See that the arguments of ``Planner.find`` are what they must be.
 
@@ -175,6 +176,8 @@ def check_request(
         problems.append(f"relative_gap is {relative_gap!r}; allowed: a number of at least 0")
     if not _is_amount(time_limit_seconds, may_be_endless=True) or time_limit_seconds == 0:
         problems.append(f"time_limit_seconds is {time_limit_seconds!r}; allowed: a positive number")
+    if not _is_amount(below_us, may_be_endless=True):
+        problems.append(f"below_us is {below_us!r}; allowed: a number of at least 0")
     check_arguments("Planner.find", *problems)
 
 

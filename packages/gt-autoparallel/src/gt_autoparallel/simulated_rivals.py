@@ -8,6 +8,7 @@ judge that simulates steps. Decision: docs/decisions/0044-rivals-by-simulated-st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Protocol
@@ -159,6 +160,7 @@ def _experts(
         recomputes=plan.request.recomputes,
         relative_gap=relative_gap,
         time_limit_seconds=time_limit_seconds,
+        below_us=_worth_simulating_us(plan),
     )
 
 
@@ -173,11 +175,21 @@ def _is_same(first: PlacementPlan, second: PlacementPlan) -> bool:
 
 
 def _reason_against(expert: ExpertPlan, own: PlacementPlan, same: str | None) -> str:
+    if expert.least_us is not None:
+        return f"not simulated: {_times(expert.least_us, own)} or more"
     if expert.plan is None:
         return f"no plan: {expert.impossible.partition(';')[0]}"
     if same is not None:
         return f"not simulated: the same as {same}"
-    ratio = expert.plan.objective_us / own.objective_us if own.objective_us else 1.0
-    if ratio > _WORTH_SIMULATING:
-        return f"not simulated: {ratio:.2f} times the cost by the planner's prices"
+    if expert.plan.objective_us > _worth_simulating_us(own):
+        return f"not simulated: {_times(expert.plan.objective_us, own)}"
     return ""
+
+
+def _worth_simulating_us(own: PlacementPlan) -> float:
+    """What a rival may cost; anything if the own plan costs nothing."""
+    return _WORTH_SIMULATING * own.objective_us or math.inf
+
+
+def _times(cost_us: float, own: PlacementPlan) -> str:
+    return f"{cost_us / own.objective_us:.2f} times the cost by the planner's prices"

@@ -39,6 +39,18 @@ def test_an_experts_plan_is_in_its_rival_and_in_no_other(experts: list[ExpertPla
         assert not all(others), experts[number].name
 
 
+def test_an_expert_whose_pins_a_request_has_is_no_rival_of_its_own(
+    experts: list[ExpertPlan],
+) -> None:
+    """It would be the whole problem once more, and to the optimum."""
+    all_pins = expert_pins(planner().graph, planner().mesh)
+    for each, pins in zip(experts, all_pins, strict=True):
+        pinned = planner().problem(ResolvedRequest(constraints=pins))
+        assert not expert_rivals(pinned, [pins]), each.name
+        assert expert_rivals(pinned, all_pins), each.name
+        assert len(expert_rivals(planner().problem(ResolvedRequest()), [pins])) == 1, each.name
+
+
 def test_a_planner_whose_search_finds_nothing_still_does_what_the_best_expert_does(
     experts: list[ExpertPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import importlib
 import math
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from gt_autoparallel.solver import WarmStart, evaluate_mixture, solve, solve_mix
 from gt_autoparallel.solver.bounding import SearchSettings
 from gt_autoparallel.solver.mixtures import best_mixture, doubling_groups
 from gt_autoparallel.solver.problem import Block, MemoryRow, Problem, Window
+from gt_autoparallel.solver.search import Search
 
 NUM_PROBLEMS = 60
 
@@ -265,6 +267,40 @@ def test_a_mixture_does_not_lose_to_a_rival() -> None:
     found = solve_mixed(problem, relative_gap=10.0, time_limit_seconds=60.0, rivals=[rival])
     assert found.mixture is not None
     assert found.mixture.objective_us <= 30.0
+
+
+def test_a_rival_of_a_mixture_is_searched_without_branching(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Branching would look on for the best choice of which all things do the same."""
+    problem = random_block_problem(4, size=5, inner=8, outer=4, max_options=5)
+    settings = SearchSettings(
+        small_pairs=0, restricted_pairs=20, relaxed_pairs=20, relaxations=2, rounds=2
+    )
+    mixing, contesting = (
+        importlib.import_module(f"gt_autoparallel.solver.{name}")
+        for name in ("mixed_search", "rivals")
+    )
+    monkeypatch.setattr(mixing, "SearchSettings", lambda: settings)
+    contests: list[Search] = []
+
+    def contest(**fields: Any) -> Search:
+        contests.append(Search(**fields))
+        return contests[-1]
+
+    monkeypatch.setattr(contesting, "Search", contest)
+
+    def num_parts() -> int:
+        everything = [np.ones(len(each.cost_us), dtype=bool) for each in problem.variables]
+        solve_mixed(problem, relative_gap=0.5, time_limit_seconds=60.0, rivals=[everything])
+        return contests[-1].num_parts
+
+    assert num_parts() == 1
+    real = contesting.beat_rivals
+    monkeypatch.setattr(
+        mixing, "beat_rivals", lambda *args, most_parts, **rest: real(*args, **rest)
+    )
+    assert num_parts() > 1
 
 
 def test_lists_everything_that_is_wrong_with_blocks() -> None:

@@ -1,8 +1,9 @@
 """What experts do, as rivals that the solver must not lose to whatever gap it is allowed.
 
 An expert's plan (``axis_styles``) is a part of the problem: of each variable those options that
-lie where the expert pins its first node. The solver proves that nothing in that part is cheaper
-than its own choice, or takes what is (``solver.rivals``).
+lie where the expert pins its first node. The solver looks in that part for what is cheaper than its
+own choice (``solver.rivals``). Where a request pins what the expert does, the part is the whole
+problem: to look there would be to look for the optimum, whatever gap was asked for.
 """
 
 from __future__ import annotations
@@ -35,8 +36,17 @@ def expert_pins(
 
 
 def expert_rivals(placement: PlacementProblem, pins: ExpertPins) -> list[Rival]:
-    """For each expert the options that its plans may take, of the variables of a problem."""
-    return [_rival(placement, each) for each in pins]
+    """For each expert the options that its plans may take, of the variables of a problem.
+
+    An expert that may take all that the problem allows is no rival.
+    """
+    allowed = [np.isfinite(variable.cost_us) for variable in placement.problem.variables]
+    rivals = [_rival(placement, each) for each in pins]
+    return [
+        rival
+        for rival in rivals
+        if any((there & ~of_rival).any() for there, of_rival in zip(allowed, rival, strict=True))
+    ]
 
 
 def _rival(placement: PlacementProblem, pins: Sequence[LayoutConstraint]) -> Rival:

@@ -97,7 +97,7 @@ def solve_mixed(
             linear programs and mixtures is not branched.
         time_limit_seconds: after this the best mixture and bound yet are given.
         warm_start: as for ``solve``.
-        rivals: as for ``solve``.
+        rivals: parts of the problem, in which what is cheaper is looked for without branching.
         progress: as for ``solve``.
 
     Raises:
@@ -277,7 +277,10 @@ class _MixedSearch:
         return min(self.incumbent.below_us, self.incumbent.objective_us)
 
     def beat(self, rivals: Sequence[Rival], whole: ReducedProblem) -> None:
-        """Looks for what is cheaper among rivals; ``whole`` is the problem before any drops."""
+        """Looks for what is cheaper among rivals; ``whole`` is the problem before any drops.
+
+        Not by branching, which would go on for the best choice of which all things do the same.
+        """
         beat_rivals(
             self.incumbent,
             whole,
@@ -285,6 +288,7 @@ class _MixedSearch:
             prices=self.part.prices,
             settings=self.settings,
             deadline=self.deadline,
+            most_parts=1,
         )
 
     def solution(self) -> MixedSolution:

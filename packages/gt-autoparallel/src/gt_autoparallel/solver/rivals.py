@@ -36,12 +36,13 @@ def beat_rivals(
     prices: Prices,
     settings: SearchSettings,
     deadline: float,
+    most_parts: float = math.inf,
 ) -> None:
     """Offers ``incumbent``, what a search ended with, what is cheaper in any rival's part.
 
     ``whole`` is the problem before the search dropped anything from it, ``prices`` are those that
     it ended with. Rivals that leave no choice are passed over, and those that are left at the
-    deadline (by ``time.perf_counter``).
+    deadline (by ``time.perf_counter``). ``most_parts`` are looked at of each rival.
     """
     if not rivals or time.perf_counter() >= deadline:
         return
@@ -69,6 +70,7 @@ def beat_rivals(
             settings=settings,
             start=time.perf_counter(),
             below_us=known,
+            most_parts=most_parts,
         )
         contest.prices = part.prices
         bounding = Bounding(incumbent.problem, contest.incumbent, settings, contest.is_late)

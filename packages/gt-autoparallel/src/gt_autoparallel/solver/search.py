@@ -60,6 +60,9 @@ class Search:
     below_us: float = math.inf
     """Choices that cost this or more are not looked for."""
 
+    most_parts: float = math.inf
+    """Parts that are looked at before the search ends; 1: nothing is branched."""
+
     lower_bound_us: float = -math.inf
     prices: Prices = field(init=False)
     """Duals of the first relaxation."""
@@ -161,7 +164,7 @@ class Search:
             self.lower_bound_us, self.method = self.incumbent.objective_us, "nothing to choose"
             return
         self._push(SearchPart(self.reduced, self.prices))
-        while self._open and not self.is_late():
+        while self._open and self.num_parts < self.most_parts and not self.is_late():
             bound, _, part = heapq.heappop(self._open)
             if bound >= self.incumbent.cutoff_us:
                 continue
