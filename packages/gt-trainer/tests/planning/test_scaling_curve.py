@@ -45,6 +45,56 @@ def test_the_batch_grows_with_the_gpus_or_stays_and_the_plan_is_its_own_point(mo
     assert points[1].most_tokens_per_second_per_gpu == 512 * 8192 / 0.2 / 256
 
 
+def _searched_in_turns(monkeypatch, *, needs):
+    """What was searched with how many of 100 s, where points need some of their turn.
+
+    Args:
+        needs: seconds to the first recipe that fits, by GPUs and sequences.
+    """
+    now = [0.0]
+    turns = []
+    nothing = replace(report((outcome(8),)).plan, outcomes=(), num_left=1)
+
+    def search_plan(config, model, request, machines, *, seconds, **options):
+        point = request.num_gpus, request.global_batch
+        turns.append((*point, round(seconds, 1)))
+        now[0] += min(seconds, needs[point])
+        found = ((outcome(4),),) if needs[point] <= seconds else ()
+        return replace(nothing, outcomes=found)
+
+    monkeypatch.setattr(curve, "search_plan", search_plan)
+    monkeypatch.setattr(curve.time, "monotonic", lambda: now[0])
+    plan = report((outcome(8),)).plan
+    sizes = (64, 256, 1024)
+    points = curve.scaling_curve(None, _Model, _REQUEST, plan, seconds=100, sizes=sizes)
+    return turns, {
+        (each.num_gpus, each.global_batch_tokens // 8192): each.simulated is not None
+        for each in points
+    }
+
+
+def test_sizes_take_turns_from_the_nearest_on_and_what_is_left_is_for_those_without_an_answer(
+    monkeypatch,
+):
+    needs = {(256, 512): 40, (256, 128): 5, (1024, 2048): 15, (1024, 128): 5}
+    turns, has_answer = _searched_in_turns(monkeypatch, needs=needs)
+    assert turns == [
+        (256, 512, 25.0),
+        (256, 128, 25.0),
+        (1024, 2048, 35.0),
+        (1024, 128, 55.0),
+        (256, 512, 50.0),
+    ]
+    assert all(has_answer.values())
+
+
+def test_without_time_left_nothing_takes_a_second_turn(monkeypatch):
+    needs = dict.fromkeys([(256, 512), (256, 128), (1024, 2048), (1024, 128)], 60)
+    turns, has_answer = _searched_in_turns(monkeypatch, needs=needs)
+    assert turns == [(*point, 25.0) for point in needs]
+    assert [point for point, has in has_answer.items() if has] == [(64, 128)]  # the plan's own
+
+
 def test_a_batch_that_would_have_no_whole_sequences_is_left_out():
     odd = replace(_REQUEST, global_batch=3)
     asked = [(grows, each.num_gpus) for grows, each in curve._requests(odd, (32, 64))]

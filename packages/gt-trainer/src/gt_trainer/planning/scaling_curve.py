@@ -2,11 +2,14 @@
 
 Of each size two things are told. *At most* is a bound: no recipe of the space is faster in the
 simulator. *Simulated* is no search but the recipe that is guessed to be the fastest: guesses are
-simulated in their order until one fits, and those that run beside it count too.
+simulated in their order until one fits, and those that run beside it count too. Sizes take turns,
+those nearest to the plan's first, with the batch growing and with it fixed; what they leave of the
+time is for those that found nothing in theirs.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -81,41 +84,54 @@ def scaling_curve(
         request: that was planned.
         plan: what was found; it is the point of its own size.
         asked: as for ``search_plan``.
-        seconds: for all of it; what is left of them is shared by the sizes that are left.
+        seconds: for all of it; what is left of them is shared by the points that are left.
         sizes: numbers of GPUs, besides that of the plan.
         tell: as for ``search_plan``.
         is_stopped: as for ``search_plan``; sizes that are left are left out then.
     """
     until = time.monotonic() + seconds
-    requests = list(_requests(request, sorted({*sizes, request.num_gpus})))
-    points = []
-    for number, (grows, each) in enumerate(requests):
-        searched = plan
-        if each != request:
-            left = until - time.monotonic()
+    points = list(_requests(request, sorted({*sizes, request.num_gpus})))
+    points.sort(key=lambda point: abs(math.log(point[1].num_gpus / request.num_gpus)))
+    found = [plan if each == request else None for _, each in points]
+
+    def take_turns(numbers: Sequence[int]) -> None:
+        for begun, number in enumerate(numbers):
+            left = max(0.0, until - time.monotonic())
             searched = search_plan(
                 config,
                 model,
-                each,
+                points[number][1],
                 plan.machines[:1],
                 asked=asked,
-                seconds=max(0.0, left / (len(requests) - number)),
+                seconds=left / (len(numbers) - begun),
                 enough=1,
                 tell=tell,
                 is_stopped=is_stopped,
             )
-        if is_stopped():
-            break
-        points.append(
-            ScalingPoint(
-                num_gpus=each.num_gpus,
-                global_batch_tokens=each.global_batch * model.seq_len,
-                grows=grows,
-                least_us=searched.least_us,
-                simulated=next(iter(searched.ranked()), None),
-            )
+            if is_stopped():
+                return
+            if found[number] is None or searched.ranked():
+                found[number] = searched
+
+    take_turns([number for number, each in enumerate(found) if each is None])
+    if not is_stopped() and time.monotonic() < until:
+        take_turns([number for number, each in enumerate(found) if _had_too_little_time(each)])
+    curve = [
+        ScalingPoint(
+            num_gpus=each.num_gpus,
+            global_batch_tokens=each.global_batch * model.seq_len,
+            grows=grows,
+            least_us=searched.least_us,
+            simulated=next(iter(searched.ranked()), None),
         )
-    return tuple(points)
+        for (grows, each), searched in zip(points, found, strict=True)
+        if searched is not None
+    ]
+    return tuple(sorted(curve, key=lambda point: (not point.grows, point.num_gpus)))
+
+
+def _had_too_little_time(searched: SearchedPlan | None) -> bool:
+    return searched is not None and searched.num_left > 0 and not searched.ranked()
 
 
 def _requests(request: PlanRequest, sizes: Sequence[int]) -> Iterator[tuple[bool, PlanRequest]]:
