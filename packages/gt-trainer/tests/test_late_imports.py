@@ -95,6 +95,10 @@ def test_what_a_run_will_use_is_known_before_ranks_are_forked():
     assert left_out(config) == ["torch._inductor.compile_fx"]
     config.validator.enable = True
     assert left_out(config) == ["torch._inductor.compile_fx", "datasets"]
+    config.compile = replace(config.compile, inductor_compilation="none", mode="aot_joint")
+    assert left_out(config) == ["networkx", "datasets"]
+    config.compile = replace(config.compile, joint_partitioner="save_all")
+    assert left_out(config) == ["datasets"]
 
 
 START = """
@@ -104,7 +108,7 @@ from gt_trainer.command_line.load_configuration import load_configuration
 from gt_trainer.command_line.command_line import parse_command_line
 
 load_configuration(parse_command_line(["--config", "llama3_debugmodel"]))
-unused = ("pandas", "pyarrow", "torch._inductor.compile_fx", "gt_autoparallel")
+unused = ("pandas", "pyarrow", "networkx", "torch._inductor.compile_fx", "gt_autoparallel")
 assert not [name for name in unused if name in sys.modules], sorted(sys.modules)
 
 from torchtitan.hf_datasets import text_datasets

@@ -2,8 +2,9 @@
 
 torchtitan's validator imports ``datasets``, with pandas and pyarrow under it, for a text data set;
 a class body and two modules of it make FlexAttention a compiled function, for which PyTorch imports
-all of Inductor. Of the four processor seconds of a start's imports that is one and a half, and a
-run on a CPU with our data loader uses neither.
+all of Inductor; and PyTorch imports ``networkx`` for one of its partitioners. Of the four processor
+seconds of a start's imports that is one and a half, and a run on a CPU with our data loader uses
+none of them.
 
 Nothing of torchtitan or PyTorch is changed. Around the import, a package is given by a finder of
 imports, Python's own hook for that, whose names stand for those of the package and import it once
@@ -76,7 +77,10 @@ def left_out(config: Any) -> list[str]:
     if config.validator.enable:
         loaders.append(config.validator.dataloader)
     bases = {base.__module__ for loader in loaders for base in type(loader).__mro__}
-    used = ["torch._inductor.compile_fx"] if config.compile.inductor_compilation != "none" else []
+    options = config.compile
+    used = ["torch._inductor.compile_fx"] if options.inductor_compilation != "none" else []
+    if (options.mode, options.joint_partitioner) == ("aot_joint", "min_cut"):
+        used.append("networkx")
     if any(module.startswith(_DATA_SETS) for module in bases):
         used.append("datasets")
     return used

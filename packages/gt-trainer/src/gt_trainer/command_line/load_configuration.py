@@ -37,6 +37,7 @@ def load_configuration(command: CommandLine) -> GraphTrainer.Config:
     attends_otherwise = intended_device_type() == "cpu"
     with (
         imported_when_used("datasets"),
+        imported_when_used("networkx"),
         compiling_nothing() if attends_otherwise else contextlib.nullcontext(),
     ):
         from torchtitan.trainer import Trainer
