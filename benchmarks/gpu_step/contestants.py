@@ -21,7 +21,7 @@ from gt_passes import (
     release_cuda_graphs,
 )
 from gt_passes.cuda_graphs.cuda_graph_safety import CaptureTarget
-from gt_passes.simulation import CostModel, Hardware, simulate_step
+from gt_passes.simulation import CostModel, Hardware, StepSimulation, simulate_step
 from gt_trace.capture.trace import trace_step
 
 EAGER = "eager"
@@ -43,7 +43,8 @@ class Contestant:
     """How long the simulation says that the GPU computes in a step, where there is a graph."""
 
     simulated_host_ms: float | None = None
-    """How long it says that the host takes to issue the step."""
+    """How long it says that the host takes to issue the step; None where graphs are replayed, whose
+    launches it counts as nothing."""
 
     is_recorded: bool = False
     """Whether CUDA graphs are replayed, whose memory the allocator does not count then."""
@@ -104,9 +105,13 @@ def ours(
         note=f"{counts.get('pieces', 0)} pieces" if recorded else "",
         is_recorded=recorded,
         simulated_ms=simulated.compute_us / 1e3,
-        simulated_host_ms=sum(task.host_us for task in simulated.run.timeline.tasks) / 1e3,
+        simulated_host_ms=None if recorded else _host_ms(simulated),
         release=lambda: release_cuda_graphs(traced.graph_module),
     )
+
+
+def _host_ms(simulated: StepSimulation) -> float:
+    return sum(task.host_us for task in simulated.run.timeline.tasks) / 1e3
 
 
 def name_of_ours(compilation: InductorCompilation, *, recorded: bool) -> str:
