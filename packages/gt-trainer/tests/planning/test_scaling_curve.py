@@ -88,6 +88,13 @@ def test_sizes_take_turns_from_the_nearest_on_and_what_is_left_is_for_those_with
     assert all(has_answer.values())
 
 
+def test_a_second_turn_is_all_that_is_left_and_none_is_shorter_than_the_first(monkeypatch):
+    needs = {(256, 512): 40, (256, 128): 60, (1024, 2048): 5, (1024, 128): 5}
+    turns, has_answer = _searched_in_turns(monkeypatch, needs=needs)
+    assert turns[4:] == [(256, 512, 40.0)]
+    assert [point for point, has in has_answer.items() if not has] == [(256, 128)]
+
+
 def test_without_time_left_nothing_takes_a_second_turn(monkeypatch):
     needs = dict.fromkeys([(256, 512), (256, 128), (1024, 2048), (1024, 128)], 60)
     turns, has_answer = _searched_in_turns(monkeypatch, needs=needs)

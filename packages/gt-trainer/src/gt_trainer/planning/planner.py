@@ -248,8 +248,12 @@ def _batches(
     enough: float,
 ) -> Iterator[_Numbered]:
     """What one child after another is to simulate: a recipe that a run may have, and its like."""
+    ordered = None
     while not is_over() and found.num_fitting < enough:
-        frontier.reorder(found.order.places())
+        places = found.order.places()
+        if places is not ordered:  # a refusal changes no place
+            frontier.reorder(places)
+            ordered = places
         taken = frontier.take()
         if taken is None:
             return

@@ -3,8 +3,8 @@
 Of each size two things are told. *At most* is a bound: no recipe of the space is faster in the
 simulator. *Simulated* is no search but the recipe that is guessed to be the fastest: guesses are
 simulated in their order until one fits, and those that run beside it count too. Sizes take turns,
-those nearest to the plan's first, with the batch growing and with it fixed; what they leave of the
-time is for those that found nothing in theirs.
+those nearest to the plan's first, with the batch growing and with it fixed. What they leave of the
+time is for the first that found nothing, if it is more than it had, then for the next.
 """
 
 from __future__ import annotations
@@ -94,28 +94,34 @@ def scaling_curve(
     points.sort(key=lambda point: abs(math.log(point[1].num_gpus / request.num_gpus)))
     found = [plan if each == request else None for _, each in points]
 
-    def take_turns(numbers: Sequence[int]) -> None:
-        for begun, number in enumerate(numbers):
-            left = max(0.0, until - time.monotonic())
-            searched = search_plan(
-                config,
-                model,
-                points[number][1],
-                plan.machines[:1],
-                asked=asked,
-                seconds=left / (len(numbers) - begun),
-                enough=1,
-                tell=tell,
-                is_stopped=is_stopped,
-            )
-            if is_stopped():
-                return
-            if found[number] is None or searched.ranked():
-                found[number] = searched
+    unknown = [number for number, each in enumerate(found) if each is None]
+    turns: dict[int, float] = {}
 
-    take_turns([number for number, each in enumerate(found) if each is None])
-    if not is_stopped() and time.monotonic() < until:
-        take_turns([number for number, each in enumerate(found) if _had_too_little_time(each)])
+    def take_turn(number: int, seconds: float) -> None:
+        searched = search_plan(
+            config,
+            model,
+            points[number][1],
+            plan.machines[:1],
+            asked=asked,
+            seconds=seconds,
+            enough=1,
+            tell=tell,
+            is_stopped=is_stopped,
+        )
+        if number not in turns or searched.ranked():
+            found[number] = searched
+        turns[number] = seconds
+
+    for begun, number in enumerate(unknown):
+        take_turn(number, max(0.0, until - time.monotonic()) / (len(unknown) - begun))
+        if is_stopped():
+            found[number] = None
+            break
+    for number in unknown:
+        left = until - time.monotonic()
+        if not is_stopped() and _had_too_little_time(found[number]) and left > turns[number]:
+            take_turn(number, left)
     curve = [
         ScalingPoint(
             num_gpus=each.num_gpus,
