@@ -143,7 +143,9 @@ class Planner:
         Of equally cheap ones it is one that takes little memory. Whatever the gap, what experts
         would do (``expert_plans``) under the same constraints and budget costs no less, unless the
         time limit ends the proof of that too. Of layers that are counted by what they do (a gap is
-        allowed, and a budget binds) this holds for what is found of experts without branching.
+        allowed, and a budget binds) this holds for what is found of experts without branching. An
+        expert whose plans are all that the constraints allow is the problem itself: of it the gap
+        holds.
 
         Args:
             constraints: by names and patterns, or already those of single nodes.
@@ -153,7 +155,8 @@ class Planner:
             relative_gap: the plan may cost more than the best one by this.
             time_limit_seconds: for the solver; then the best plan yet is given with its gap.
             below_us: the search ends where it is known that every plan costs this or more: by what
-                keeps the constraints alone, or because nothing was found within the budget.
+                keeps the constraints alone, or, of layers that are counted, because nothing was
+                found within the budget. A plan that is found may cost more all the same.
             audit: whether to work the plan out a second time, see ``audit_plan``.
 
         Raises:

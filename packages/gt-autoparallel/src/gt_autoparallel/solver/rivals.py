@@ -4,7 +4,7 @@ A search may end with a gap, and then a plan that somebody knows might be cheape
 kind of choices, stated as the options that they may take: what an expert does, for example. After
 the search each rival's part of the problem is bounded, with the best choice's cost as the cutoff.
 Nearly always a few sweeps of dual ascent prove that nothing in it costs less; if not, the part is
-searched to its optimum.
+searched to its optimum, or looked at as a whole (``most_parts``).
 """
 
 from __future__ import annotations
