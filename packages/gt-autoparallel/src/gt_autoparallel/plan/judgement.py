@@ -39,8 +39,8 @@ class Candidate:
 
     name: str
     objective_us: float | None
-    """What it costs by the planner's prices; None if there is no plan, also where none was looked for, as every one
-    would be too dear: ``reason`` has the bound then."""
+    """What it costs by the planner's prices; None if there is no plan, or none was looked for since
+    every one is too dear: ``reason`` has the bound then."""
 
     step: JudgedStep | None
     """None if it was not simulated."""
