@@ -33,7 +33,6 @@ from gt_trainer.command_line.command_line import (
 )
 from gt_trainer.command_line.early_refusal import refuse_early
 from gt_trainer.command_line.known_flags import full_help, help_text
-from gt_trainer.command_line.library_loading import load_torch_libraries
 from gt_trainer.command_line.load_configuration import load_configuration
 from gt_trainer.late_imports import left_out
 from gt_trainer.launcher import (
@@ -150,7 +149,6 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
     with _without_garbage_collection():
-        load_torch_libraries()
         from gt_trainer import device
 
         # A dry run is of the GPUs that the job is meant for, on whatever machine.
