@@ -85,6 +85,14 @@ def test_a_write_of_another_kind_of_number_is_found(operator, arguments):
     assert problems(written(operator, *arguments)).splitlines()[1:] == [message]
 
 
+def test_a_write_whose_arguments_have_names_is_found():
+    graph_module = written(aten.mul_.Tensor, 1.5)
+    (write,) = graph_module.graph.find_nodes(op="call_function", target=aten.mul_.Tensor)
+    write.kwargs = dict(zip(("self", "other"), write.args, strict=True))
+    write.args = ()
+    assert "it writes torch.float32 to add, to which" in problems(graph_module)
+
+
 def test_a_write_that_an_operator_refuses_without_writing_is_found():
     def step(x):
         y = x.clone()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -16,6 +16,7 @@ from torch.fx.node import map_aggregate
 
 from gt_passes._torch_internals import OpOverload, value_of
 from gt_passes.analysis.aliasing import written_nodes
+from gt_passes.analysis.node_calls import arguments_of
 from gt_passes.analysis.tensor_signature import describe, signature
 from gt_passes.graph_problem import GraphProblem
 
@@ -55,15 +56,17 @@ def _kind_problems(writer: Node) -> Iterator[GraphProblem]:
     pure = _without_write(writer.target)
     if pure is None:
         return
-    args, kwargs = cast("Any", map_aggregate((writer.args, writer.kwargs), _small))
+    arguments = arguments_of(writer)
+    written, *_ = arguments.values()
+    small: dict[str, Any] = {name: map_aggregate(each, _small) for name, each in arguments.items()}
     try:
-        result = pure(*args, **kwargs).dtype
+        result = pure(**small).dtype
     except RuntimeError as error:
         message = f"its operator refuses to write this: {str(error).splitlines()[0]}"
     else:
-        if torch.can_cast(result, args[0].dtype):
+        if torch.can_cast(result, _small(written).dtype):
             return
-        message = f"it writes {result} to {writer.args[0]}, to which that is not converted"
+        message = f"it writes {result} to {written}, to which that is not converted"
     yield GraphProblem(
         check="fake re-propagation",
         node_name=writer.name,
