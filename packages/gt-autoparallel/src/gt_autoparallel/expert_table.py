@@ -57,7 +57,7 @@ def expert_plans(
             ``Planner.find``.
         relative_gap: how much each may cost above the cheapest that does the same.
         time_limit_seconds: for each; who has none by then has no plan.
-        below_us: likewise who costs this or more without a budget.
+        below_us: likewise who is known to cost this or more, as for ``Planner.find``.
     """
     if styles is None:
         has_experts = bool(planner.graph.of_kind("experts"))
