@@ -233,11 +233,11 @@ class Planner:
         free = self._unlimited.get((unlimited, relative_gap))
         if free is None:
             free = self._solved(
-                self.problem(unlimited), unlimited, relative_gap, time_limit_seconds
+                self.problem(unlimited), unlimited, relative_gap, time_limit_seconds, below_us
             )
             if free.report.proven:  # more time would find no other
                 self._unlimited[unlimited, relative_gap] = free
-        if free.report.lower_bound_us >= below_us:
+        if free.report.lower_bound_us >= below_us:  # of an earlier request
             raise DearPlacementError(free.report.lower_bound_us, below_us)
         if budget is None:
             return free
@@ -254,7 +254,7 @@ class Planner:
                 if mixed is not None:
                     return mixed
             left = max(ends - time.perf_counter(), least)
-            return self._solved(placement, request, relative_gap, left, free.options)
+            return self._solved(placement, request, relative_gap, left, below_us, free.options)
 
         # Twice the rows of memory are for those plans that would break them.
         if relative_gap > 0 and sum(memory.at_reduction.values()) < memory.total:
@@ -318,6 +318,7 @@ class Planner:
         request: ResolvedRequest,
         relative_gap: float,
         time_limit_seconds: float,
+        below_us: float,
         near: Sequence[NodeOption] | None = None,
     ) -> _Found:
         """The solution of one problem; ``near`` are options of nodes that are nearly right."""
@@ -325,7 +326,9 @@ class Planner:
         warm_start = self._warm_starts.get(_shape(placement))
         if near is not None:
             warm_start = self._start(placement, near, time_limit_seconds)
-        solution = self._solve(placement, request, relative_gap, time_limit_seconds, warm_start)
+        solution = self._solve(
+            placement, request, relative_gap, time_limit_seconds, below_us, warm_start
+        )
         solution = without_idle_work(placement, solution)
         self._warm_starts[_shape(placement)] = solution.warm_start
         return _Found(
@@ -426,6 +429,7 @@ class Planner:
         request: ResolvedRequest,
         relative_gap: float,
         time_limit_seconds: float,
+        below_us: float,
         warm_start: WarmStart | None,
     ) -> Solution:
         try:
@@ -436,6 +440,7 @@ class Planner:
                 progress=lambda progress: self._say(str(progress)),
                 warm_start=warm_start,
                 rivals=expert_rivals(placement, self._pins()),
+                below_us=below_us,
             )
         except (ForbiddenPairsError, MemoryBudgetError) as error:
             raise explained(error, placement, request, self.mesh) from error

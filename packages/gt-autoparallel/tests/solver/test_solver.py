@@ -14,7 +14,7 @@ from random_problems import brute_force, random_problem
 from small_problems import edge, pair_problem, variable
 from transformer_problem import transformer_problem
 
-from gt_autoparallel.errors import PlacementInputError
+from gt_autoparallel.errors import DearPlacementError, PlacementInputError
 from gt_autoparallel.solver import ForbiddenPairsError, MemoryBudgetError, Progress, Solution, solve
 from gt_autoparallel.solver.arc_consistency import make_arc_consistent
 from gt_autoparallel.solver.bounding import SearchSettings
@@ -336,3 +336,20 @@ def test_time_may_be_endless(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = random_problem(0, num_variables=3, max_options=2)
     assert solve(problem, time_limit_seconds=math.inf).proven
     assert deadlines == [math.inf]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_costs_as_much_as_is_said_or_more_is_not_looked_for(stage: str, seed: int) -> None:
+    problem = random_problem(seed, num_variables=8, max_options=4, forbidden=0.0)
+    best = solved_or_refused(problem)
+    if not isinstance(best, Solution):
+        with pytest.raises((DearPlacementError, type(best))):
+            solve(problem, below_us=1e9)
+        return
+    above = best.objective_us * (1 + 1e-6) + 1e-6
+    assert_same(solve(problem, below_us=above).objective_us, best.objective_us, seed)
+    for below_us in (best.objective_us, 0.5 * best.objective_us):
+        with pytest.raises(DearPlacementError) as error:
+            solve(problem, below_us=below_us)
+        assert_same(error.value.least_us, below_us, seed)
+        assert error.value.least_us <= best.objective_us

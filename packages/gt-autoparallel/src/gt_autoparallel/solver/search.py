@@ -106,6 +106,12 @@ class Search:
         """Gap between the best choice and the bound, relative to the choice."""
         return relative_gap(self.incumbent.objective_us, self.lower_bound_us)
 
+    @property
+    def has_nothing_below(self) -> bool:
+        """Whether it is known, to within the gap, that no choice costs less than ``below_us``."""
+        found_none = self.incumbent.objective_us >= self.below_us
+        return found_none and self.lower_bound_us >= self.incumbent.cutoff_us
+
     def _report(self, stage: str, part: SearchPart) -> None:
         if self.progress is not None:
             self.progress(

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 
-from gt_autoparallel.errors import OutOfTimeError
+from gt_autoparallel.errors import DearPlacementError, OutOfTimeError
 from gt_autoparallel.solver.arc_consistency import make_arc_consistent
 from gt_autoparallel.solver.bounding import SearchSettings
 from gt_autoparallel.solver.dominance import drop_dominated
@@ -35,6 +35,7 @@ def solve(
     progress: ProgressCallback | None = None,
     warm_start: WarmStart | None = None,
     rivals: Sequence[Rival] = (),
+    below_us: float = math.inf,
 ) -> Solution:
     """Finds the choice of least cost that keeps every budget.
 
@@ -52,12 +53,14 @@ def solve(
         rivals: parts of the problem; whatever the gap, the result costs no more than the best
             choice of each, unless that takes longer than the search itself and than a tenth of the
             time limit.
+        below_us: choices that cost this or more are not looked for.
 
     Raises:
         PlacementInputError: the problem's arrays do not fit each other.
         ForbiddenPairsError: no combination avoids the forbidden options and pairs.
         MemoryBudgetError: combinations exist, but each exceeds a budget.
         OutOfTimeError: the time limit passed before any choice was found.
+        DearPlacementError: to within the gap, every choice costs ``below_us`` or more.
     """
     check_problem(problem, rivals)
     start = time.perf_counter()
@@ -78,11 +81,14 @@ def solve(
         progress=progress,
         settings=SearchSettings(),
         start=start,
+        below_us=below_us,
     )
     search.seconds["reduce"] = time.perf_counter() - start
     if warm_start is not None:
         search.begin_at(warm_start)
     search.run()
+    if below_us < math.inf and search.has_nothing_below:
+        raise DearPlacementError(search.lower_bound_us, below_us)
     if search.infeasible:
         raise explain_infeasibility(problem, solve)
     ended = time.perf_counter()
