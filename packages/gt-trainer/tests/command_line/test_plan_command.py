@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 
@@ -74,6 +75,17 @@ def test_nobody_is_ended_who_was_not_asked_to(monkeypatch, tmp_path):
     _asked(monkeypatch, tmp_path, lambda *args, **options: report((outcome(8),)), shown)
     assert shown[0].startswith("Plan of llama3 8B on 8 H100 SXM")
     assert shown[1] == f"written: {tmp_path / 'plan.html'}\n"
+
+
+def test_what_is_logged_afterwards_is_logged(monkeypatch, tmp_path):
+    disabled = []
+
+    def make_plan(*args, **options):
+        disabled.append(logging.root.manager.disable)
+        return report((outcome(8),))
+
+    _asked(monkeypatch, tmp_path, make_plan, [])
+    assert [*disabled, logging.root.manager.disable] == [logging.INFO, logging.NOTSET]
 
 
 def test_an_answer_that_cannot_be_run_is_shown_before_it_is_an_error(monkeypatch, tmp_path):

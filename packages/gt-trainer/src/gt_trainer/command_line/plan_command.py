@@ -69,6 +69,18 @@ class _Termination:
             signal.raise_signal(number)
 
 
+@contextlib.contextmanager
+def _without_lines_of_meshes() -> Iterator[None]:
+    """Log nothing of each mesh that is made, as torchtitan does."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+@_without_lines_of_meshes()
 def asked_plan(
     config: GraphTrainer.Config,
     command: CommandLine,
@@ -90,7 +102,6 @@ def asked_plan(
         UsageError: it cannot be, the text says what is nearest; or, after the answer was shown,
             nothing in it can be run.
     """
-    logging.disable(logging.INFO)  # of each mesh that is made
     options = command.plan
     of_recipes, further = split_overrides(command.overrides)
     values = {flag: _value(config, flag) for flag in sorted(flags_given(of_recipes) & _IN_RECIPES)}
