@@ -12,7 +12,7 @@ from gt_trainer.models.llama3 import llama3_debugmodel
 from gt_trainer.trainer import GraphTrainer
 
 _NUM_LAYERS = 4
-_SEQ_LEN = 128
+_SEQ_LEN = 32
 
 
 def llama3() -> GraphTrainer.Config:

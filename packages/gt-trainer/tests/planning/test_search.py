@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from planning.small_problems import small_problem
 
@@ -81,7 +82,7 @@ def test_what_was_learned_puts_the_rest_in_another_order():
     frontier = Frontier([_bounded("a", 1.0, 0.0), _bounded("b", 2.0, 1.0), _bounded("c", 3.0, 2.0)])
     number, _ = frontier.take()
     frontier.record(number, (9.0,))
-    frontier.reorder(lambda number: -number)
+    frontier.reorder(np.array([0.0, -1.0, -2.0]))
     assert [frontier.take()[1], frontier.take()[1], frontier.take()] == ["c", "b", None]
 
 

@@ -13,6 +13,9 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gt_trainer.planning.model_counts import ModelCounts, PipelineLayout, StageParts
 from gt_trainer.planning.rank_placement import ranks_by_domain
 from gt_trainer.planning.run_recipe import RunRecipe
@@ -198,12 +201,13 @@ def guessed_bytes(
     return state + tokens * _in_flight_bytes(recipe, model, stages) + again + whole + ends
 
 
-def order(guess_us: float, guess_bytes: float, hardware: Hardware) -> float:
+def order(
+    guesses_us: NDArray[np.float64], guesses_bytes: NDArray[np.float64], hardware: Hardware
+) -> NDArray[np.float64]:
     """By what is thought to take least; the less likely it is to fit, the later it comes."""
-    part = guess_bytes / hardware.hbm_capacity_bytes
-    if part > 1:
-        return guess_us * 2 * part
-    return guess_us * (1 + 5 * max(0.0, part - _SURE))
+    part = guesses_bytes / hardware.hbm_capacity_bytes
+    unlikely = np.where(part > 1, 2 * part, 1 + 5 * np.maximum(0.0, part - _SURE))
+    return guesses_us * unlikely
 
 
 def _again_bytes(policy: str, model: ModelCounts, stage: StageParts, tp: int) -> float:

@@ -7,9 +7,13 @@ by stronger recomputation, more stages or a smaller microbatch, and not its neig
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gt_passes.simulation import Hardware
 from gt_trainer.planning.guesses import order
@@ -33,14 +37,6 @@ class Guess:
     held_bytes: float
 
 
-def first_place(guess: Guess, machines: Sequence[Hardware]) -> float:
-    """Its place before anything was simulated: on the machine where it comes soonest."""
-    return min(
-        order(step_us, guess.held_bytes, machine)
-        for step_us, machine in zip(guess.step_us, machines, strict=True)
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Correction:
     """What was simulated over what was guessed."""
@@ -60,16 +56,45 @@ class LearnedOrder:
     def __init__(self, guesses: Sequence[Guess | None], machines: Sequence[Hardware]) -> None:
         self._guesses = guesses
         self._machines = machines
-        self._seen: dict[_Kind, list[_Correction]] = {}
-        self._means: dict[_Kind, _Correction] = {}
-        self._begun: set[_Kind] = set()
-        self._is_changed = False
+        self._held_bytes = np.array([0.0 if each is None else each.held_bytes for each in guesses])
+        nowhere = (math.inf,) * len(machines)
+        times = [nowhere if each is None else each.step_us for each in guesses]
+        self._step_us = np.array(times).reshape(-1, len(machines))
+        self._examples: dict[_Kind, RunRecipe] = {}
+        """A recipe of each finest kind, which are numbered in this order."""
 
-    def place(self, number: int) -> float:
-        """Less for those that come sooner."""
-        thought = self.thought(number)
-        place = first_place(thought, self._machines)
-        return place * _AGAIN if _but_for_replicas(thought.recipe) in self._begun else place
+        numbers: dict[_Kind, int] = {}
+        alike = []
+        for each in guesses:
+            if each is None:
+                alike.append((0,) * 6)
+                continue
+            recipe, kind = each.recipe, _finest(each.recipe)
+            self._examples.setdefault(kind, recipe)
+            number = numbers.setdefault(kind, len(numbers))
+            alike.append((number, recipe.pp, recipe.tp, recipe.cp, recipe.ep, recipe.microbatch))
+        self._alike = np.array(alike, dtype=np.int32).reshape(-1, 6)
+        """Equal for recipes that differ in how many of their shards are replicas; kinds first."""
+
+        self._is_begun = np.zeros(len(guesses), dtype=np.bool_)
+        self._seen: dict[_Kind, list[_Correction]] = {}
+        self._places: NDArray[np.float64] | None = None
+
+    def places(self) -> NDArray[np.float64]:
+        """Of all recipes: less for those that come sooner."""
+        if self._places is None:
+            known = [self._correction(each) for each in self._examples.values()] or [_Correction()]
+            kinds = self._alike[:, 0]
+            held_bytes = self._held_bytes * np.array([each.held_bytes for each in known])[kinds]
+            factors = np.array([each.step_us for each in known])[kinds]
+            self._places = np.where(self._is_begun, _AGAIN, 1.0) * np.min(
+                [
+                    order(step_us * factors, held_bytes, machine)
+                    for step_us, machine in zip(self._step_us.T, self._machines, strict=True)
+                ],
+                axis=0,
+            )
+        return self._places
 
     def thought(self, number: int) -> Guess:
         """What a recipe is thought to take by now."""
@@ -83,13 +108,8 @@ class LearnedOrder:
 
     def begin(self, number: int) -> None:
         """A recipe is to be simulated: from others like it little more is to be learned."""
-        self._begun.add(_but_for_replicas(self._guess(number).recipe))
-        self._is_changed = True
-
-    def has_changed(self) -> bool:
-        """Whether places are others than when this was asked last."""
-        is_changed, self._is_changed = self._is_changed, False
-        return is_changed
+        self._is_begun |= (self._alike == self._alike[number]).all(axis=1)
+        self._places = None
 
     def learn(self, number: int, outcome: RecipeOutcome) -> None:
         """What was simulated on the first machine."""
@@ -100,8 +120,7 @@ class LearnedOrder:
         )
         for kind in _kinds(guess.recipe):
             self._seen.setdefault(kind, []).append(found)
-        self._means.clear()
-        self._is_changed = True
+        self._places = None
 
     def _guess(self, number: int) -> Guess:
         guess = self._guesses[number]
@@ -110,21 +129,14 @@ class LearnedOrder:
 
     def _correction(self, recipe: RunRecipe) -> _Correction:
         """Of those most alike that were simulated."""
-        finest = _finest(recipe)
-        if finest not in self._means:
-            kind = next((each for each in _kinds(recipe) if each in self._seen), None)
-            seen = [_Correction()] if kind is None else self._seen[kind]
-            self._means[finest] = _Correction(
-                step_us=fmean(each.step_us for each in seen),
-                held_bytes=fmean(each.held_bytes for each in seen),
-            )
-        return self._means[finest]
-
-
-def _but_for_replicas(recipe: RunRecipe) -> _Kind:
-    """The same for recipes that differ in how many of their shards are replicas."""
-    degrees = (recipe.pp, recipe.tp, recipe.cp, recipe.ep, recipe.microbatch)
-    return *degrees, *_finest(recipe)
+        kind = next((each for each in _kinds(recipe) if each in self._seen), None)
+        if kind is None:
+            return _Correction()
+        seen = self._seen[kind]
+        return _Correction(
+            step_us=fmean(each.step_us for each in seen),
+            held_bytes=fmean(each.held_bytes for each in seen),
+        )
 
 
 def _finest(recipe: RunRecipe) -> _Kind:

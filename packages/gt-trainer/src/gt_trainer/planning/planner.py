@@ -26,7 +26,7 @@ from gt_trainer.dry_run.numbers_as_text import GIB
 from gt_trainer.launcher.child import ChildFailedError, RunningChild
 from gt_trainer.planning.candidates import PlanRequest, candidates
 from gt_trainer.planning.guesses import guessed_bytes, guessed_us
-from gt_trainer.planning.learned_order import Guess, LearnedOrder, first_place
+from gt_trainer.planning.learned_order import Guess, LearnedOrder
 from gt_trainer.planning.model_counts import ModelCounts
 from gt_trainer.planning.pipeline_layouts import PipelineLayouts
 from gt_trainer.planning.recipe_config import recipe_config
@@ -102,7 +102,10 @@ class SearchedPlan:
 class BoundedRecipe:
     """A candidate before it is simulated."""
 
-    bounded: Bounded[RunRecipe]
+    recipe: RunRecipe
+    bounds_us: tuple[float, ...]
+    """On each machine; infinite where it cannot fit."""
+
     least_bytes: int
     """That it holds by its bounds."""
 
@@ -112,7 +115,7 @@ class BoundedRecipe:
     @property
     def could_fit(self) -> bool:
         """On the first machine."""
-        return math.isfinite(self.bounded.bounds[0])
+        return math.isfinite(self.bounds_us[0])
 
 
 @dataclass(slots=True)
@@ -173,23 +176,22 @@ def search_plan(
 
     with held_garbage_collection():
         bounded = list(bounded_candidates(recipes(), model, machines))
-    frontier = Frontier(each.bounded for each in bounded)
-    found = _Found(
-        least_bytes=[each.least_bytes for each in bounded],
-        order=LearnedOrder([each.guess for each in bounded], machines),
+    order = LearnedOrder([each.guess for each in bounded], machines)
+    frontier = Frontier(
+        Bounded(item=each.recipe, bounds=each.bounds_us, guess=place)
+        for each, place in zip(bounded, order.places().tolist(), strict=True)
     )
+    found = _Found(least_bytes=[each.least_bytes for each in bounded], order=order)
     with intended_for("cuda"):
         batches = _batches(frontier, base, asked, found, is_over, enough)
         _simulate(batches, frontier, base, machines, asked, found, is_over, tell)
-    could_fit = [each.bounded.bounds[0] for each in bounded if each.could_fit]
+    could_fit = [each.bounds_us[0] for each in bounded if each.could_fit]
     return SearchedPlan(
         machines=tuple(machines),
         outcomes=tuple(found.outcomes),
         has_all_candidates=has_all,
         num_candidates=frontier.num_candidates,
-        num_without_memory=sum(
-            not any(map(math.isfinite, each.bounded.bounds)) for each in bounded
-        ),
+        num_without_memory=sum(each.guess is None for each in bounded),
         num_cut=frontier.num_cut,
         num_left=frontier.num_left,
         least_us=min(could_fit, default=None) if has_all else None,
@@ -229,9 +231,9 @@ def bounded_candidates(
                 ),
                 held_bytes=guessed_bytes(recipe, model, layout, bounds[0]),
             )
-        place = math.inf if guess is None else first_place(guess, machines)
         yield BoundedRecipe(
-            bounded=Bounded(item=recipe, bounds=costs, guess=place),
+            recipe=recipe,
+            bounds_us=costs,
             least_bytes=bounds[0].peak_bytes,
             guess=guess,
         )
@@ -247,8 +249,7 @@ def _batches(
 ) -> Iterator[_Numbered]:
     """What one child after another is to simulate: a recipe that a run may have, and its like."""
     while not is_over() and found.num_fitting < enough:
-        if found.order.has_changed():
-            frontier.reorder(found.order.place)
+        frontier.reorder(found.order.places())
         taken = frontier.take()
         if taken is None:
             return
@@ -269,11 +270,12 @@ def _sharing_capture(
     """Taken beside a recipe: other schedules of its stages that are thought to come soon."""
     if recipe.schedule is None:
         return []
-    key, latest = capture_key(recipe), _WORTH_BESIDE * order.place(number)
+    places = order.places()
+    key, latest = capture_key(recipe), _WORTH_BESIDE * places[number]
 
     def is_wanted(other_number: int, other: RunRecipe) -> bool:
         is_near = other.pp == recipe.pp and other.dp_shard == recipe.dp_shard
-        return is_near and capture_key(other) == key and order.place(other_number) <= latest
+        return is_near and capture_key(other) == key and bool(places[other_number] <= latest)
 
     return frontier.take_also(is_wanted)
 

@@ -8,11 +8,13 @@ with nothing left has found exactly what simulating everything would have.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 ItemT = TypeVar("ItemT")
 
@@ -43,9 +45,11 @@ class Frontier(Generic[ItemT]):
     def __init__(self, candidates: Iterable[Bounded[ItemT]]) -> None:
         self._all = list(candidates)
         self.num_goals = len(self._all[0].bounds) if self._all else 0
+        bounds = np.array([each.bounds for each in self._all], dtype=np.float64)
+        self._bounds = bounds.reshape(len(self._all), self.num_goals)
         self._best: list[tuple[float, int]] = [(math.inf, -1)] * self.num_goals
-        self._open = set(range(len(self._all)))
-        self.reorder(lambda index: self._all[index].guess)
+        self._is_open = np.ones(len(self._all), dtype=np.bool_)
+        self.reorder(np.array([each.guess for each in self._all], dtype=np.float64))
 
     @property
     def num_candidates(self) -> int:
@@ -55,33 +59,33 @@ class Frontier(Generic[ItemT]):
     @property
     def num_left(self) -> int:
         """Those that could still win."""
-        return sum(self._can_win(index) for index in self._open)
+        return len(self._waiting())
 
     @property
     def num_cut(self) -> int:
         """Those that were not taken and can win nothing any more."""
-        return len(self._open) - self.num_left
+        return int(np.count_nonzero(self._is_open)) - self.num_left
 
     def best(self, goal: int = 0) -> tuple[float, ItemT] | None:
         """The least cost for a goal, and whose it is; None before anything was found."""
         cost, index = self._best[goal] if self._best else (math.inf, -1)
         return (cost, self._all[index].item) if index >= 0 else None
 
-    def reorder(self, guess: Callable[[int], float]) -> None:
+    def reorder(self, guesses: NDArray[np.float64]) -> None:
         """Put those that could still win in another order.
 
         Args:
-            guess: of each, by its number.
+            guesses: of all candidates.
         """
-        self._heap = [(guess(index), index) for index in self._open if self._can_win(index)]
-        heapq.heapify(self._heap)
+        waiting = self._waiting()
+        in_order = waiting[np.argsort(guesses[waiting], kind="stable")]
+        self._queue = iter(in_order.tolist())
 
     def take(self) -> tuple[int, ItemT] | None:
         """The next to simulate with its number; None if none is left that could win."""
-        while self._heap:
-            _, index = heapq.heappop(self._heap)
-            if index in self._open and self._can_win(index):
-                self._open.discard(index)
+        for index in self._queue:
+            if self._is_open[index] and self._can_win(index):
+                self._is_open[index] = False
                 return index, self._all[index].item
         return None
 
@@ -91,17 +95,14 @@ class Frontier(Generic[ItemT]):
         Args:
             is_wanted: is only asked of those that could win.
         """
-        found = [
-            index
-            for index in sorted(self._open)
-            if self._can_win(index) and is_wanted(index, self._all[index].item)
-        ]
-        self._open.difference_update(found)
+        waiting = self._waiting().tolist()
+        found = [index for index in waiting if is_wanted(index, self._all[index].item)]
+        self._is_open[found] = False
         return [(index, self._all[index].item) for index in found]
 
     def put_back(self, number: int) -> None:
         """One that was taken was not simulated after all: it is left."""
-        self._open.add(number)
+        self._is_open[number] = True
 
     def record(self, number: int, costs: Sequence[float]) -> None:
         """What was found for one that was taken; infinite for what cannot be.
@@ -121,10 +122,15 @@ class Frontier(Generic[ItemT]):
 
     def _can_win(self, index: int) -> bool:
         bounds = self._all[index].bounds
-        return any(
-            math.isfinite(bound) and (bound, index) < best
-            for bound, best in zip(bounds, self._best, strict=True)
-        )
+        return any((bound, index) < best for bound, best in zip(bounds, self._best, strict=True))
+
+    def _waiting(self) -> NDArray[np.intp]:
+        """The numbers of those that were not taken and can win, ascending."""
+        numbers = np.arange(len(self._all))
+        can_win = np.zeros(len(self._all), dtype=np.bool_)
+        for bounds, (cost, number) in zip(self._bounds.T, self._best, strict=True):
+            can_win |= (bounds < cost) | ((bounds == cost) & (numbers < number))
+        return np.flatnonzero(self._is_open & can_win)
 
 
 def search(
