@@ -12,7 +12,9 @@ from gt_passes.simulation import Hardware, h100_sxm
 from gt_pipeline.schedules import Action, schedule_of
 from gt_trainer.planning.candidates import SCHEDULES
 from gt_trainer.planning.guesses import (
+    _attention_us,
     _bubble_us,
+    _experts_us,
     _in_flight_bytes,
     _kept_bytes,
     _weights_us,
@@ -72,6 +74,35 @@ def test_chunks_of_the_loss_and_sums_of_gradients_take_their_time_for_every_micr
     summed = 8 * _MODEL.num_parameters
     more = weights_us(2, reduces_once=True) - weights_us(2)
     assert more == pytest.approx(2 * 1e6 * summed / rate)
+
+
+_EXPERTS = replace(
+    _MODEL, num_experts=8, layers=(replace(_DENSE, expert_products=3e6, sent_copies=2.0),)
+)
+
+
+def test_products_of_experts_take_as_long_as_grouped_ones_and_their_tokens_are_copied():
+    def experts_us(policy: str, machine: Hardware = _MACHINE) -> float:
+        recipe = RunRecipe(microbatch=1, global_batch=1, memory_policy=policy)
+        return _experts_us(recipe, _EXPERTS, PipelineLayouts(_EXPERTS).of(recipe), machine)
+
+    tokens, peak = _EXPERTS.seq_len, _MACHINE.peak_bf16_flops_per_s
+    as_fast = replace(_MACHINE, grouped_matmul_efficiency=_MACHINE.matmul_efficiency)
+    slower = 1 / _MACHINE.grouped_matmul_efficiency - 1 / _MACHINE.matmul_efficiency
+    more = experts_us("save_all") - experts_us("save_all", as_fast)
+    assert more == pytest.approx(1e6 * 2 * tokens * 3 * 3e6 / peak * slower)
+    assert experts_us("full_recompute", as_fast) == pytest.approx(
+        3 / 2 * experts_us("save_all", as_fast)
+    )
+
+
+def test_attention_is_computed_again_at_the_rate_of_forwards():
+    again = RunRecipe(microbatch=1, global_batch=1, memory_policy="full_recompute")
+    layout = PipelineLayouts(_MODEL).of(again)
+    pairs = _MODEL.seq_len**2 * _MACHINE.attention_mask_density
+    flops = 4 * pairs * sum(layer.attention_width for layer in _MODEL.layers)
+    rate = _MACHINE.peak_bf16_flops_per_s * _MACHINE.attention_forward_efficiency
+    assert _attention_us(again, _MODEL, layout, _MACHINE) == pytest.approx(1e6 * flops / rate)
 
 
 def test_few_microbatches_leave_every_schedule_of_a_pipeline_waiting():

@@ -1,11 +1,37 @@
-"""What is written beside a plan's page."""
+"""What is refused before a search, and what is written beside a plan's page."""
 
 import dataclasses
+import random
 
+import pytest
 from planning.outcomes import outcome, report
+from planning.small_problems import small_model
 
 from gt_trainer.launcher.launch_scripts import launch_scripts
-from gt_trainer.planning.plan_run import cluster_run
+from gt_trainer.planning import plan_run
+from gt_trainer.planning.candidates import NoRecipeError
+from gt_trainer.planning.cluster import load_cluster
+from gt_trainer.planning.plan_run import PlanQuestion, cluster_run, make_plan
+
+
+def test_a_batch_of_no_whole_sequences_is_told_with_the_nearest(monkeypatch):
+    model = dataclasses.replace(small_model(random.Random(0)), seq_len=4096)
+    monkeypatch.setattr(plan_run, "check_plannable", lambda config, asked: None)
+    monkeypatch.setattr(plan_run, "counted_model", lambda config: model)
+    question = PlanQuestion(
+        cluster=load_cluster("h100_sxm"),
+        num_gpus=8,
+        global_batch_tokens=10_000,
+        what_if={},
+        fixed={},
+        model_flags="",
+    )
+    with pytest.raises(NoRecipeError) as raised:
+        make_plan(None, question)
+    assert str(raised.value) == (
+        "--global-batch-tokens 10000 is no multiple of the 4096 tokens of a sequence: the nearest "
+        "is 8192"
+    )
 
 
 def test_scripts_start_the_fastest_recipe_on_whole_hosts():

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from gt_trainer.planning.model_counts import ModelCounts, PipelineLayout, StageParts
 from gt_trainer.planning.rank_placement import ranks_by_domain
 from gt_trainer.planning.run_recipe import RunRecipe
-from gt_trainer.planning.step_bounds import SPLIT_BACKWARDS, StepBound, ring_us
+from gt_trainer.planning.step_bounds import SPLIT_BACKWARDS, ProductTimes, StepBound, ring_us
 
 if TYPE_CHECKING:
     from gt_passes.simulation import Hardware
@@ -57,7 +57,11 @@ written. As the next one, of the captured stages of Llama 3 405B, 512 tokens on 
 _SUMMED_BYTES = 8
 """For each weight of a stage and each microbatch, whose gradients are added to whole sums."""
 
-_EXPOSED_EXCHANGES = {False: 1.0, True: 0.4}
+_COPIED_BYTES = 75
+"""For each element of a token and each expert that it is sent to, forward or backward: read and
+written beside products. Of captured layers of DeepSeek-V3 671B."""
+
+_EXPOSED_EXCHANGES = {False: 1.0, True: 0.27}
 """Of token exchanges, without EP overlap and with it."""
 
 _LAUNCHES = 120
@@ -93,7 +97,11 @@ def guessed_us(
     if recipe.memory_policy == "selective_alternate":
         computing *= _ALTERNATE_REPEATS
     computing += _weights_us(recipe, model, layout, hardware)
+    computing += _experts_us(recipe, model, layout, hardware)
     exchanges = bound.carried_us.get("ep", 0.0) * _EXPOSED_EXCHANGES[recipe.ep_overlap]
+    if repeats:
+        computing += _attention_us(recipe, model, layout, hardware)
+        exchanges *= 3 / 2
     inside = tensor_us + context_us + exchanges
     if recipe.schedule == "DualPipeV":
         inside *= _BESIDE_A_PAIR
@@ -140,6 +148,39 @@ def _weights_us(
         num_bytes += _SUMMED_BYTES * (dense + experts)
     rate = hardware.hbm_bytes_per_s * hardware.hbm_streaming_efficiency
     return 1e6 * recipe.num_microbatches * num_bytes / rate
+
+
+def _attention_us(
+    recipe: RunRecipe, model: ModelCounts, layout: PipelineLayout, hardware: Hardware
+) -> float:
+    """What forwards of attention take on a rank: again, where layers are computed again."""
+    times = ProductTimes(recipe, model, hardware)
+    stages = layout.of_rank(len(layout.by_rank) // 2)
+    return recipe.num_microbatches * sum(times.attention_us(stage) for stage in stages)
+
+
+def _experts_us(
+    recipe: RunRecipe, model: ModelCounts, layout: PipelineLayout, hardware: Hardware
+) -> float:
+    """What experts take beyond their bound, of all stages of a rank.
+
+    Their products run as fast as grouped ones do, where the bound has the faster of both kinds. And
+    the tokens that they are sent are put in order, copied, scaled and added.
+    """
+    stages = layout.of_rank(len(layout.by_rank) // 2)
+    tokens = recipe.sequences * model.seq_len / (recipe.tp * recipe.cp)
+    products = 3 * sum(stage.layers.expert_products for stage in stages)
+    forwards = 1
+    if recipe.memory_policy == "full_recompute":
+        products += sum(stage.layers.repeated_experts for stage in stages)
+        forwards = 2
+    slower = 1 / hardware.grouped_matmul_efficiency - 1 / max(
+        hardware.matmul_efficiency, hardware.grouped_matmul_efficiency
+    )
+    products_us = 2e6 * tokens * products * slower / hardware.peak_bf16_flops_per_s
+    copied = (forwards + 1) * _COPIED_BYTES * sum(stage.layers.sent_copies for stage in stages)
+    rate = hardware.hbm_bytes_per_s * hardware.hbm_streaming_efficiency
+    return products_us + 1e6 * tokens * copied * model.dim / rate
 
 
 def _bubble_us(recipe: RunRecipe, bound: StepBound, working_us: float) -> float:

@@ -130,8 +130,11 @@ class ProductTimes:
 
     def forward_us(self, stage: StageParts) -> float:
         """A forward."""
-        attention = stage.layers.attention_width * self._attention_us
-        return self._products_us(stage) + attention
+        return self._products_us(stage) + self.attention_us(stage)
+
+    def attention_us(self, stage: StageParts) -> float:
+        """Of a forward, its attention."""
+        return stage.layers.attention_width * self._attention_us
 
     def backward_us(self, stage: StageParts) -> float:
         """Gradients of inputs and weights, and what is computed again."""
