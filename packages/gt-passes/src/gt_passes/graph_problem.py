@@ -10,6 +10,7 @@ Check = Literal[
     "inputs and outputs",
     "fake re-propagation",
     "memory order",
+    "refused writes",
     "barriers",
     "random numbers",
     "collective waits",

@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from gt_passes import Verifier
+from gt_passes.analysis.node_calls import arguments_of
 
 aten = torch.ops.aten
 
@@ -29,7 +30,7 @@ def test_a_write_where_elements_share_memory_is_found():
     assert_expected_inline(
         problems(graph_module),
         """\
-[memory order] node relu (aten.relu_.default)
+[refused writes] node relu (aten.relu_.default)
 it writes to expand, of which elements share memory
 expected a tensor whose elements each have memory of their own
 got      shape [4, 3], stride [1, 0], dtype torch.float32, device cpu""",
@@ -81,16 +82,17 @@ def written(operator, *arguments: torch.Tensor | float) -> GraphModule:
 def test_a_write_of_another_kind_of_number_is_found(operator, arguments):
     with pytest.raises(RuntimeError, match="can't be cast"):
         operator(WHOLE.clone(), *arguments)
-    message = "it writes torch.float32 to add, to which that is not converted"
-    assert problems(written(operator, *arguments)).splitlines()[1:] == [message]
-
-
-def test_a_write_whose_arguments_have_names_is_found():
-    graph_module = written(aten.mul_.Tensor, 1.5)
-    (write,) = graph_module.graph.find_nodes(op="call_function", target=aten.mul_.Tensor)
-    write.kwargs = dict(zip(("self", "other"), write.args, strict=True))
-    write.args = ()
-    assert "it writes torch.float32 to add, to which" in problems(graph_module)
+    graph_module = written(operator, *arguments)
+    (node,) = graph_module.graph.find_nodes(op="call_function", target=operator)
+    whole = f"""\
+[refused writes] node {node.name} ({operator})
+it writes torch.float32 to add, which cannot hold it
+expected a tensor to which torch.float32 is converted
+got      shape [3], stride [1], dtype torch.int64, device cpu"""
+    assert problems(graph_module) == whole
+    node.kwargs = arguments_of(node)
+    node.args = ()
+    assert problems(graph_module) == whole
 
 
 def test_a_write_that_an_operator_refuses_without_writing_is_found():
@@ -102,8 +104,52 @@ def test_a_write_that_an_operator_refuses_without_writing_is_found():
     booleans = torch.ones(3, dtype=torch.bool)
     with pytest.raises(RuntimeError, match="Subtraction, the `-` operator"):
         step(booleans)
-    (message,) = problems(make_fx(step, tracing_mode="fake")(booleans)).splitlines()[1:]
-    assert message.startswith("its operator refuses to write this: Subtraction, the `-` operator")
+    (_, message, got) = problems(make_fx(step, tracing_mode="fake")(booleans)).splitlines()
+    assert message.startswith("its operator refuses to write to clone: Subtraction, the `-` oper")
+    assert got == "got      shape [3], stride [1], dtype torch.bool, device cpu"
+
+
+def test_a_write_of_types_that_promotion_does_not_know_is_right():
+    def step(x, y):
+        return x.clone().add_(y)
+
+    inputs = torch.ones(3, dtype=torch.complex64), torch.ones(()).to(torch.float8_e4m3fn)
+    step(*inputs)  # it runs
+    assert problems(make_fx(step, tracing_mode="fake")(*inputs)) == ""
+
+
+def test_a_write_of_what_has_no_value_is_only_told_so():
+    graph_module = written(aten.mul_.Tensor, 2)
+    (add,) = graph_module.graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    del add.meta["val"]
+    assert "refused writes" not in problems(graph_module)
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_nothing_is_asked_of_operators_that_are_not_of_aten(error):
+    def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
+        if len(x) < 2:
+            raise error("of two rows or more")
+        return x * factor
+
+    def scale_(x: torch.Tensor, factor: float) -> None:
+        x.copy_(scale(x, factor))
+
+    with torch.library._scoped_library("gt_refused_writes", "FRAGMENT") as library:
+        for schema, function in (
+            ("scale(Tensor x, float factor) -> Tensor", scale),
+            ("scale_(Tensor(a!) x, float factor) -> ()", scale_),
+        ):
+            library.define(schema, tags=torch.Tag.pointwise)
+            library.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+
+        def step(x):
+            y = x.clone()
+            torch.ops.gt_refused_writes.scale_(y, 2.0)
+            return y
+
+        step(torch.ones(2, 3))  # it runs
+        assert problems(make_fx(step, tracing_mode="fake")(torch.ones(2, 3))) == ""
 
 
 @pytest.mark.parametrize(

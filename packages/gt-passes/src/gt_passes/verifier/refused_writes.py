@@ -1,14 +1,16 @@
 """Nothing is written that only a kernel would refuse, when the step runs.
 
-Fake values take writes to an expanded tensor, of which several elements are one, and writes of
-another kind of number than the tensor holds, as of a fraction to whole numbers.
+Fake values take writes to an expanded tensor, of which several elements are one, and of ATen's
+elementwise operators those whose result the written tensor cannot hold, as a fraction in whole
+numbers. Of what else only kernels refuse (lists of tensors, as ``_foreach_mul_`` writes them,
+``index_add_``, ``addmm_``) nothing is known here.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Final, cast
 
 import torch
 from torch.fx import Node
@@ -16,9 +18,10 @@ from torch.fx.node import map_aggregate
 
 from gt_passes._torch_internals import OpOverload, value_of
 from gt_passes.analysis.aliasing import written_nodes
-from gt_passes.analysis.node_calls import arguments_of
 from gt_passes.analysis.tensor_signature import describe, signature
 from gt_passes.graph_problem import GraphProblem
+
+_CHECK: Final = "refused writes"
 
 _TAKE_IT = frozenset(
     {
@@ -30,20 +33,20 @@ _TAKE_IT = frozenset(
 
 
 def find_refused_write_problems(writers: Iterable[Node]) -> Iterator[GraphProblem]:
-    """Yield a problem for each tensor that is written to and is expanded, or of another kind.
+    """Yield a problem for each write to an expanded tensor, or of what a tensor cannot hold.
 
     Args:
         writers: nodes that write to memory.
     """
     for writer in writers:
-        yield from _kind_problems(writer)
+        yield from _dtype_problems(writer)
         if _takes_expanded(writer):
             continue
         for written in written_nodes(writer):
             value = value_of(written)
             if isinstance(value, torch.Tensor) and _is_expanded(value):
                 yield GraphProblem(
-                    check="memory order",
+                    check=_CHECK,
                     node_name=writer.name,
                     target=str(writer.target),
                     message=f"it writes to {written.name}, of which elements share memory",
@@ -52,37 +55,46 @@ def find_refused_write_problems(writers: Iterable[Node]) -> Iterator[GraphProble
                 )
 
 
-def _kind_problems(writer: Node) -> Iterator[GraphProblem]:
+def _dtype_problems(writer: Node) -> Iterator[GraphProblem]:
     pure = _without_write(writer.target)
-    if pure is None:
+    if pure is None or any(value_of(each) is None for each in writer.all_input_nodes):
         return
-    arguments = arguments_of(writer)
-    written, *_ = arguments.values()
-    small: dict[str, Any] = {name: map_aggregate(each, _small) for name, each in arguments.items()}
+    args, kwargs = cast("Any", map_aggregate((writer.args, writer.kwargs), _small))
+    result: torch.dtype | None = None
+    refusal = ""
     try:
-        result = pure(**small).dtype
+        result = pure(*args, **kwargs).dtype
     except RuntimeError as error:
-        message = f"its operator refuses to write this: {str(error).splitlines()[0]}"
-    else:
-        if torch.can_cast(result, _small(written).dtype):
-            return
-        message = f"it writes {result} to {written}, to which that is not converted"
-    yield GraphProblem(
-        check="fake re-propagation",
-        node_name=writer.name,
-        target=str(writer.target),
-        message=message,
-    )
+        refusal = str(error).splitlines()[0]
+    except Exception:  # noqa: BLE001 - promotion fails on rare types: nothing is known of these
+        return
+    for written in written_nodes(writer):
+        value = cast("torch.Tensor", value_of(written))  # or the operator refused it
+        if result is not None and torch.can_cast(result, value.dtype):
+            continue
+        yield GraphProblem(
+            check=_CHECK,
+            node_name=writer.name,
+            target=str(writer.target),
+            message=f"its operator refuses to write to {written.name}: {refusal}"
+            if result is None
+            else f"it writes {result} to {written.name}, which cannot hold it",
+            expected=None if result is None else f"a tensor to which {result} is converted",
+            got=describe(signature(value)),
+        )
 
 
 @functools.cache
 def _without_write(target: object) -> Callable[..., Any] | None:
-    """The operator that gives what an elementwise one would write; None of any other."""
+    """The operator that gives what an elementwise one of ATen would write; None of any other.
+
+    Those of others may carry the tag and say nothing of types: their fakes may look at sizes.
+    """
     if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
         return None
     namespace, _, name = target._schema.name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    if packet is None or not name.endswith("_"):
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    if namespace != "aten" or packet is None or not name.endswith("_"):
         return None
     # Names of overloads differ: `pow_.Scalar` is `pow.Tensor_Scalar`.
     overloads: list[OpOverload] = [getattr(packet, each) for each in packet.overloads()]
