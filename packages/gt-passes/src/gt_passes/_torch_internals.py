@@ -91,9 +91,9 @@ def is_fake_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor) and maybe_get_fake_mode(value) is not None
 
 
-def fake_mode_of(graph_module: GraphModule) -> FakeTensorMode | None:
+def fake_mode_of(graph: Graph) -> FakeTensorMode | None:
     """The fake mode of the first fake tensor recorded in a graph, or None."""
-    for node in graph_module.graph.nodes:
+    for node in graph.nodes:
         value = value_of(node)
         for leaf in value if isinstance(value, (tuple, list)) else (value,):
             mode = maybe_get_fake_mode(leaf)

@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 from gt_config.graph_kinds import EVERY_GRAPH, GRAPH_KINDS, GraphKind
 from gt_config.numerics import NUMERICS, Numerics
 from gt_passes._torch_internals import fake_mode_of
-from gt_passes.errors import GraphInputError, PassDeclarationError
+from gt_passes.errors import NO_FAKE_VALUES, GraphInputError, PassDeclarationError
 from gt_passes.facts import Fact
 from gt_trace import TracedStep
 
@@ -83,12 +83,9 @@ class PassContext:
                 f"{len(static_input_names)} static input names were given for a graph with "
                 f"{num_placeholders} placeholders"
             )
-        fake_mode = fake_mode_of(graph_module)
+        fake_mode = fake_mode_of(graph_module.graph)
         if fake_mode is None:
-            raise GraphInputError(
-                'no node has a fake tensor in node.meta["val"]: trace with fake tensors '
-                '(make_fx(..., tracing_mode="fake"))'
-            )
+            raise GraphInputError(NO_FAKE_VALUES)
         return cls(fake_mode=fake_mode, static_input_names=static_input_names)
 
     @classmethod

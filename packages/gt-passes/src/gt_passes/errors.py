@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 
 _MAX_SHOWN_PROBLEMS = 10
 
+NO_FAKE_VALUES = (
+    'no node has a fake tensor in node.meta["val"]: trace with fake tensors '
+    '(make_fx(..., tracing_mode="fake"))'
+)
+"""What ``GraphInputError`` says of a graph in which nothing can be run on fake values."""
+
 
 class GtPassesError(Exception):
     """Base of every error that gt-passes raises on purpose."""

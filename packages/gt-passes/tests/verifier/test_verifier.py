@@ -129,8 +129,10 @@ def test_finds_a_wrong_storage_offset():
 def test_finds_a_missing_value():
     graph_module = gathered_product()
     del node_of(graph_module, "relu").meta["val"]
+    text, _, what_torch_says = problems(graph_module).rpartition(": RuntimeError: ")
+    assert what_torch_says
     assert_expected_inline(
-        problems(graph_module),
+        text,
         """\
 [fake re-propagation] node relu (aten.relu.default)
 it has no fake value in node.meta["val"]; gt_passes.call_like adds calls that have one
@@ -138,6 +140,15 @@ expected shape [8, 8], stride [8, 1], dtype torch.float32, device cpu
 [fake re-propagation] node view (aten.view.default)
 its operator cannot be run without a value of relu""",
     )
+
+
+def test_what_else_is_wrong_with_a_call_on_a_missing_value_is_told():
+    graph_module = gathered_product()
+    del node_of(graph_module, "relu").meta["val"]
+    node_of(graph_module, "view").kwargs = {"depth": 3}
+    (*_, refusal) = problems(graph_module).splitlines()
+    assert refusal.startswith("its operator cannot be run without a value of relu: RuntimeError: ")
+    assert "at most 2 argument" in refusal
 
 
 def flash_attention() -> GraphModule:

@@ -6,10 +6,14 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from gt_passes._torch_internals import OpOverload, value_of
+from gt_config.node_keys import ModuleAnnotation, PhaseAnnotation
+from gt_passes._torch_internals import OpOverload, fake_mode_of, quiet_fake_execution, value_of
+from gt_passes.errors import NO_FAKE_VALUES, GraphInputError
+from gt_trace.node_metadata import read_annotation, write_annotation
 
 
 def arguments_of(node: Node) -> dict[str, Any]:
@@ -45,15 +49,51 @@ def evaluate(node: Node, values: Callable[[Node], object] = value_of) -> Any:
     return node.target(*args, **kwargs)
 
 
+def evaluate_apart(node: Node, values: Callable[[Node], object] = value_of) -> Any:
+    """What ``evaluate`` gives, where an operator like ``t_`` changes none of the values themselves.
+
+    Runs in the fake mode of the values.
+    """
+    if not isinstance(node.target, OpOverload) or torch.Tag.inplace_view not in node.target.tags:
+        return evaluate(node, values)
+
+    def copy_of(source: Node) -> object:
+        value = values(source)
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
+
+    return evaluate(node, copy_of)
+
+
 def call_like(like: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
     """Add a call to a graph, at its insertion point, that belongs where another node does.
 
-    It has the annotations of ``like`` (module, phase, line of the program), and the fake value that
-    its operator gives on those of its inputs.
+    It has the module, the phase and the line of the program of ``like``, none of its other
+    annotations, and the fake value that its operator gives on those of its inputs.
+
+    Raises:
+        GraphInputError: the graph has no fake values.
+        Exception: what the operator says of its inputs; the graph is then as it was.
     """
+    fake_mode = fake_mode_of(like.graph)
+    if fake_mode is None:
+        raise GraphInputError(NO_FAKE_VALUES)
     node = like.graph.call_function(target, args, kwargs)
-    node.meta = {key: value for key, value in like.meta.items() if key != "val"}
-    node.meta["val"] = evaluate(node)
+    try:
+        with quiet_fake_execution(fake_mode):
+            node.meta["val"] = evaluate_apart(node)
+    except Exception:
+        like.graph.erase_node(node)
+        raise
+    for concept in (ModuleAnnotation, PhaseAnnotation):
+        if (annotation := read_annotation(like, concept)) is not None:
+            write_annotation(node, annotation)
+    for key in ("stack_trace", "autograd_backward"):
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
     return node
 
 

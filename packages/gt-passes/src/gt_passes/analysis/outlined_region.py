@@ -137,7 +137,7 @@ class RegionOutliner:
 
     def __init__(self, graph_module: GraphModule) -> None:
         self._graph_module = graph_module
-        self._fake_mode = fake_mode_of(graph_module)
+        self._fake_mode = fake_mode_of(graph_module.graph)
         self._names: dict[OutlinedRegion, str] = {}
         self._replacements: dict[Node, Node] = {}
         self._outlined: list[Node] = []

@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 
 from gt_config.graph_kinds import GraphKind
 from gt_config.node_keys import FsdpCollectiveAnnotation
-from gt_passes._torch_internals import FakeTensorMode, quiet_fake_execution, value_of
+from gt_passes._torch_internals import value_of
 from gt_passes.analysis.bucket_copies import PACK_BUCKET, UNPACK_BUCKET
 from gt_passes.analysis.code_motion import CodeMotion
 from gt_passes.analysis.collectives import is_collective
@@ -25,7 +25,7 @@ from gt_passes.fsdp.fsdp_launches import FsdpLaunch
 from gt_passes.fsdp.fsdp_pass import FsdpPass
 from gt_passes.fsdp.quantized_reads import QuantizedReads, find_quantized_reads, form_of
 from gt_passes.registry import register_pass
-from gt_trace.node_metadata import write_annotation
+from gt_trace.node_metadata import copy_annotations, write_annotation
 
 _aten = torch.ops.aten
 _functional = torch.ops._c10d_functional
@@ -93,7 +93,7 @@ class QuantizeBeforeGather(FsdpPass):
                 refusals.append(Refusal(node_name=launch.launch.name, reason=reads))
             elif reads is not None:
                 gathers.append(_Gather(launch=launch, reads=reads))
-        nodes = _Nodes(graph, context.fake_mode)
+        nodes = _Nodes(graph)
         scales: dict[Hashable, Node] = {}
         num_buckets = 0
         for members in _blocks(gathers, motion):
@@ -163,9 +163,8 @@ def _blocks(gathers: Sequence[_Gather], motion: CodeMotion) -> Iterator[list[_Ga
 class _Nodes:
     """Makes the nodes of the pass, with fake values and the metadata of what they stand for."""
 
-    def __init__(self, graph: Graph, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._fake_mode = fake_mode
 
     def scales(self, members: Sequence[_Gather], motion: CodeMotion) -> dict[Hashable, Node]:
         """The scales of parameters, in front of the first gathering, by ``_Gather.key``."""
@@ -184,7 +183,7 @@ class _Nodes:
         )
         # Which axis other maxima are of, no graph says.
         over_others = FsdpCollectiveAnnotation(kind="unshard", parameter_names=names, mesh_axis="")
-        with self._graph.inserting_before(place), quiet_fake_execution(self._fake_mode):
+        with self._graph.inserting_before(place):
             maxima = [self._local_maximum(member, over_shards) for member in members]
             dtype = first.input_value.dtype
             packed = self._call(PACK_BUCKET, maxima, 1, dtype, like=place, of=over_shards)
@@ -211,7 +210,7 @@ class _Nodes:
         launch, reads = gather.launch, gather.reads
         operators = reads.reads[0].operators
         own = fsdp_collective(launch.launch)
-        with self._graph.inserting_before(launch.launch), quiet_fake_execution(self._fake_mode):
+        with self._graph.inserting_before(launch.launch):
             value = launch.input
             source = operators[0].args[0]
             for node in operators:
@@ -271,6 +270,7 @@ class _Nodes:
     ) -> Node:
         assert callable(target)
         node = call_like(like, target, *args, **kwargs)
+        copy_annotations(like, node)
         if of is not None:
             write_annotation(node, of)
         return node

@@ -22,14 +22,13 @@ from torch.fx import GraphModule, Node
 from gt_passes._torch_internals import (
     CANNOT_REPROPAGATE,
     FakeTensorMode,
-    OpOverload,
     fast_tensor_attributes,
     is_fake_tensor,
     quiet_fake_execution,
     value_of,
 )
 from gt_passes.analysis.graph_scan import GraphScan, NodeCall
-from gt_passes.analysis.node_calls import attribute_of, evaluate
+from gt_passes.analysis.node_calls import attribute_of, evaluate_apart
 from gt_passes.analysis.tensor_signature import (
     describe,
     is_symbolic,
@@ -149,7 +148,7 @@ class Repropagator:
             answer_number = self._answers.get(key)
         if answer_number is None:
             try:
-                result = _run(node, values)
+                result = evaluate_apart(node, values.value_of)
             except CANNOT_REPROPAGATE as error:
                 self.unverified.append(
                     UnverifiedNode(
@@ -240,24 +239,6 @@ def _not_told_by_numbers(scan: GraphScan) -> list[Node]:
     ]
 
 
-def _run(node: Node, values: _RecordedValues) -> object:
-    """Run a node's operator on the values of its inputs."""
-    changes_metadata = (
-        isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags
-    )
-
-    def value_for(source: Node) -> object:
-        value = values.value_of(source)
-        if changes_metadata and isinstance(value, torch.Tensor):
-            # `t_` and its like would change the recorded value itself.
-            return torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=value.device
-            )
-        return value
-
-    return evaluate(node, value_for)
-
-
 def _attribute(graph_module: GraphModule, node: Node, fake_mode: FakeTensorMode) -> object:
     """What a get_attr node stands for: a constant, faked, or a subgraph."""
     value = attribute_of(graph_module, node)
@@ -303,12 +284,10 @@ def _refusal(operands: Collection[Node], values: _RecordedValues, error: Excepti
         for each in operands
         if each.op == "call_function" and values.value_of(each) is None
     ]
+    reason = f"{type(error).__name__}: {_first_line(error)}"
     if bare:
-        return f"its operator cannot be run without a value of {', '.join(bare)}"
-    return (
-        "its operator refuses the recorded values of its inputs: "
-        f"{type(error).__name__}: {_first_line(error)}"
-    )
+        return f"its operator cannot be run without a value of {', '.join(bare)}: {reason}"
+    return f"its operator refuses the recorded values of its inputs: {reason}"
 
 
 def _problem(node: Node, message: str) -> GraphProblem:

@@ -149,7 +149,7 @@ class Verifier:
             tolerated_waits: as for ``verify``.
         """
         graph_module = after.graph_module
-        fake_mode = fake_mode_of(graph_module)
+        fake_mode = fake_mode_of(graph_module.graph)
         changed = after.changed_nodes(before)
         if fake_mode is None or not _is_well_formed(before, after, changed):
             return self.verify(
