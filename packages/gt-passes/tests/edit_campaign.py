@@ -47,6 +47,9 @@ TRANSFORMING = ("share-all-gathers", "bucket-all-gathers", "bucket-reduce-scatte
 """What changes a step most, without a claim about memory."""
 
 
+_OUTCOMES = ("accepted", "refused", "no graph", "failed")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomEdit(GraphPass):
     """A wrong pass, or a right one: it cannot say."""
@@ -70,10 +73,10 @@ class Outcomes:
     """What became of the edits of a step."""
 
     num_by_outcome: Counter[str]
-    """Accepted, refused, and no graph: operators do not take what they were given."""
+    """Accepted, refused, no graph (operators do not take what they were given), and failed."""
 
     wrong: list[str]
-    """Those accepted that change a result, or cannot be run."""
+    """Those accepted that change a result or cannot be run, and those that end in another error."""
 
 
 def edited_step(name: str) -> StepGraph:
@@ -109,15 +112,23 @@ def try_edits(step: StepGraph, *, num_edits: int, seed: int) -> Outcomes:
             counts["no graph"] += 1
         except VerificationError:
             counts["refused"] += 1
+        except Exception as error:  # noqa: BLE001 - the others are still to be tried
+            counts["failed"] += 1
+            wrong.append(_told(step, seed, number, told, f"not verified: {error!r}"))
         else:
             counts["accepted"] += 1
             try:
                 is_same = are_equal_bits(expected, run_with_peers(graph_module, inputs))
-            except RuntimeError:  # what cannot be run is no less wrong
-                is_same = False
+                how = "accepted, and gives something else"
+            except Exception as error:  # noqa: BLE001 - what cannot be run is no less wrong
+                is_same, how = False, f"accepted, and does not run: {error!r}"
             if not is_same:
-                wrong.append(f"{step.name}, seed {seed}, edit {number}: {told}")
+                wrong.append(_told(step, seed, number, told, how))
     return Outcomes(num_by_outcome=counts, wrong=wrong)
+
+
+def _told(step: StepGraph, seed: int, number: int, edits: list[str], how: str) -> str:
+    return f"{step.name}, seed {seed}, edit {number}: {edits}: {how}"
 
 
 @contextlib.contextmanager
@@ -135,7 +146,7 @@ def quiet_operators() -> Iterator[None]:
 
 
 def main() -> int:
-    """Run the command line; returns 1 if the verifier accepted a wrong edit."""
+    """Run the command line; returns 1 if an edit is wrong, or none was accepted and so run."""
     parser = argparse.ArgumentParser(prog="edit_campaign", description=__doc__)
     parser.add_argument("--num-cases", type=int, default=2000, help="in all, alike on each step")
     parser.add_argument("--seed", type=int, default=0)
@@ -150,12 +161,14 @@ def main() -> int:
             found = try_edits(edited_step(name), num_edits=num_edits, seed=options.seed)
             print(f"{name}: {dict(found.num_by_outcome)}", flush=True)
             for each in found.wrong:
-                print(f"WRONG, and accepted: {each}", flush=True)
+                print(f"WRONG: {each}", flush=True)
             total += found.num_by_outcome
             wrong += found.wrong
-    counts = ", ".join(f"{total[each]} {each}" for each in ("accepted", "refused", "no graph"))
+    counts = ", ".join(f"{total[each]} {each}" for each in _OUTCOMES)
     print(f"\nseed {options.seed}: {total.total()} edits, {counts}, {len(wrong)} wrong")
-    return 1 if wrong else 0
+    if not total["accepted"]:
+        print("no edit was accepted, so none was run and nothing is known")
+    return 1 if wrong or not total["accepted"] else 0
 
 
 if __name__ == "__main__":
