@@ -77,7 +77,7 @@ class ModeGuard:
     kinds of hooks of parameters that would not run.
 
     Raises:
-        StateMismatchError: the module differs; every difference is listed.
+        StateMismatchError: the module differs; see ``check`` for what is listed.
     """
 
     def __init__(
@@ -101,7 +101,10 @@ class ModeGuard:
                 replaced since.
 
         Raises:
-            StateMismatchError: they differ; every difference is listed.
+            StateMismatchError: they differ. Listed is every difference of modes of modules (of one
+                that changed with all that it holds, in one sentence), of numbers of hooks, of
+                parameters and of global hooks. If these are alike, that hooks were replaced by as
+                many others is told, not of which modules; and if those are too, autocast.
         """
         if version != self._version:
             self._look()
