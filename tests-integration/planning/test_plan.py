@@ -29,9 +29,6 @@ _REORDERED = 1e-4
 """Relative, of losses and norms: Adam takes a gradient's sign before it has seen its size."""
 
 
-_UNVERIFIED = "--compile.no_verify_passes"
-"""A third of a capture, which changes no graph, on each rank."""
-
 _STARTS = """
 import json, sys
 from gt_trainer.command_line import cli
@@ -198,7 +195,7 @@ def test_the_first_recipes_of_a_plan_train_as_eager_runs_do_and_the_first_passes
     dry_run = ("--dry-run", "--world-size", str(nproc), "--dump_folder", str(tmp_path))
     assert "Dry run of" in gt_train(*commands[0], *dry_run)
     references = {eager(flags): tmp_path / f"eager {n}" for n, flags in enumerate(commands)}
-    runs = {tmp_path / str(n): (*flags, _UNVERIFIED) for n, flags in enumerate(commands)}
+    runs = {tmp_path / str(n): flags for n, flags in enumerate(commands)}
     recorded = train({**{path: flags for flags, path in references.items()}, **runs}, nproc=nproc)
     expected = {path: recorded[references[eager(flags)]] for path, flags in runs.items()}
     alone = {

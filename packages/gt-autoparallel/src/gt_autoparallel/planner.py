@@ -294,7 +294,8 @@ class Planner:
         )
         if found.mixture is None:
             if below_us <= found.lower_bound_us < math.inf:
-                raise DearPlacementError(below_us, below_us)  # the bound may be of guessed prices
+                # Not the bound: one of a budget that cannot be kept may have any height.
+                raise DearPlacementError(below_us, below_us)
             return None
         self._warm_starts[_shape(placement)] = found.warm_start
         mixture = mixture_without_idle_work(placement, found.mixture)
