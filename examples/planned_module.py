@@ -6,8 +6,9 @@
     python examples/planned_module.py
 
 The model is built without memory: a plan captures the step with tensors that have no values, on
-ranks that do not exist, and simulates it. What it finds is run by the loop of ``fsdp_loop.py``: the
-last lines say which mode of ``shard`` and which passes the fastest recipe has.
+ranks that do not exist, and simulates it. Pairs of GPUs that share samples are tried, too: a solver
+places the model on them. The last lines say how the fastest recipe shares the model, and which
+passes it has: ``fsdp_loop.py`` and ``placed_hugging_face.py`` have the loops.
 """
 
 import torch
@@ -16,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gt_trace.fsdp import MixedPrecision
 from gt_trainer.planning.cluster import load_cluster
-from gt_trainer.planning.module_plan import mode_of, passes_of, plan_module
+from gt_trainer.planning.module_plan import how_to_share, passes_of, plan_module
 
 CONFIG = LlamaConfig(
     hidden_size=2048,
@@ -52,10 +53,11 @@ def main() -> None:
         tokens_per_sample=LENGTH,
         layers=LAYERS,
         mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        tensor_parallel=(2,),
     )
     print(plan)
     best = plan.ranked[0].recipe
-    print(f"fastest: shard(model, mesh, mode={mode_of(best)!r})")
+    print(f"fastest: {how_to_share(best)}")
     print(f"passes: {', '.join(each.name for each in passes_of(best, layers=LAYERS))}")
 
 

@@ -10,7 +10,9 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 from placement.cases import PlacedCase, assert_agrees, compare_with_whole_model
+from placement.module_cases import placed_beside_whole
 from placement.placed_models import DEEPSEEK_V3, LLAMA3, QWEN3
 from training_cases import Case
 
@@ -32,6 +34,16 @@ def test_a_planned_llama3_trains_like_the_whole_model(four: GlooWorkers, tmp_pat
     assert_agrees(found, tolerance=1e-5)
     assert found[0].num_sharded > 3
     assert "layers.0" in (tmp_path / "placement.html").read_text()
+
+
+def test_a_module_placed_with_its_loss_has_the_gradients_of_the_whole_batch(
+    four: GlooWorkers,
+) -> None:
+    for layouts, found in four.run(placed_beside_whole):
+        assert any("Shard" in each for each in layouts)
+        assert len(found) == 5
+        for whole, placed in found.values():
+            torch.testing.assert_close(placed, whole)
 
 
 @pytest.mark.slow

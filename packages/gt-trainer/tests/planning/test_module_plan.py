@@ -9,17 +9,22 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from gt_autoparallel import MeshShape
 from gt_config import CompileConfig
 from gt_passes import default_passes
+from gt_trainer.dry_run.fake_step import fake_ranks
 from gt_trainer.planning.candidates import MEMORY_POLICIES, NoRecipeError
 from gt_trainer.planning.cluster import load_cluster
 from gt_trainer.planning.module_plan import (
     ModulePlan,
+    _placed_recipe,
     _recipes,
+    mesh_of,
     mode_of,
     passes_of,
     plan_module,
 )
+from gt_trainer.planning.recipe_outcome import RecipeOutcome
 
 CLUSTER = load_cluster("h100_sxm")
 WIDTH = 64
@@ -56,12 +61,17 @@ def planned(cluster=CLUSTER, **options) -> ModulePlan:
 
 @pytest.fixture(scope="module")
 def plan() -> ModulePlan:
-    return planned(tokens_per_sample=16, num_microbatches=2)
+    return planned(tokens_per_sample=16, num_microbatches=2, tensor_parallel=(2, 2))
+
+
+def by_hand(plan: ModulePlan) -> list[RecipeOutcome]:
+    """Without a solver."""
+    return [each for each in plan.outcomes if each.recipe.tp == 1]
 
 
 def test_every_sharding_is_simulated_with_every_policy(plan: ModulePlan):
-    found = {(each.recipe.dp_shard, each.recipe.memory_policy) for each in plan.outcomes}
-    assert found == {(shard, policy) for shard in (1, 4) for policy in MEMORY_POLICIES}
+    found = [(each.recipe.dp_shard, each.recipe.memory_policy) for each in by_hand(plan)]
+    assert found == [(shard, policy) for shard in (1, 4) for policy in MEMORY_POLICIES]
     assert [each.step_us for each in plan.ranked] == sorted(e.step_us for e in plan.outcomes)
     for each in plan.outcomes:
         assert each.tokens_per_second_per_gpu == pytest.approx(2e6 * 8 * 16 / each.step_us)
@@ -70,13 +80,13 @@ def test_every_sharding_is_simulated_with_every_policy(plan: ModulePlan):
 
 def test_states_are_those_of_what_is_trained_once_and_shared(plan: ModulePlan):
     trained = 2 * (4 * WIDTH * WIDTH * 2 + WIDTH) + 4 * WIDTH + WIDTH * WIDTH
-    for each in plan.outcomes:
+    for each in by_hand(plan):
         # Adam's, in float32.
         assert each.memory["optimizer state"] == 2 * 4 * trained / each.recipe.dp_shard
 
 
 def test_recomputing_holds_less_and_multiplies_no_less(plan: ModulePlan):
-    by = {(e.recipe.dp_shard, e.recipe.memory_policy): e for e in plan.outcomes}
+    by = {(e.recipe.dp_shard, e.recipe.memory_policy): e for e in by_hand(plan)}
     least, most = by[4, "full_recompute"], by[4, "save_all"]
     assert least.memory["activations"] < most.memory["activations"]
     assert least.computing_us > most.computing_us
@@ -86,7 +96,7 @@ def test_recomputing_holds_less_and_multiplies_no_less(plan: ModulePlan):
 def test_the_answer_says_what_was_simulated_and_what_binds(plan: ModulePlan):
     text = str(plan)
     assert text.startswith("Plan for 4 H100 SXM: simulated, nothing here was measured\n")
-    assert "8 simulated, of which 0 do not fit; 0 without room" in text
+    assert "9 simulated, of which 0 do not fit; 0 without room" in text
     assert "  binds            " in text
     assert "  second           " in text
 
@@ -116,12 +126,58 @@ def test_the_passes_of_a_recipe_are_the_default_ones_with_its_policy_and_layers(
     assert named == {"blocks.*"}
 
 
-def test_the_model_is_left_as_it_was():
-    model = Model()
+def test_a_solver_places_the_module_for_each_degree_of_tensor_parallelism(plan: ModulePlan):
+    ((recipe, placement),) = plan.placements.items()
+    assert (recipe.dp_shard, recipe.tp, recipe.microbatch) == (2, 2, 16)
+    assert placement.mesh == MeshShape(names=("data", "model"), sizes=(2, 2))
+    assert {name.partition(".")[0] for name in placement.parameter_layouts()} == {"module"}
+    (placed,) = (each for each in plan.outcomes if each.recipe == recipe)
+    # As many samples on as many GPUs, and as much work: what is simulated can be ranked together.
+    like = next(each for each in by_hand(plan) if each.recipe.dp_shard == 4)
+    for rate in ("tokens_per_second_per_gpu", "mfu"):
+        assert getattr(placed, rate) * placed.step_us == pytest.approx(
+            getattr(like, rate) * like.step_us
+        )
+    assert "\n  tp 2             placed by a solver, which expects " in str(plan)
+    assert not plan.unplaced
+
+
+def test_what_a_placed_recipe_is_run_with():
+    by_hand = next(_recipes(1, 8, 1, 8))
+    recipe = _placed_recipe(by_hand, 2)
+    assert (recipe.num_gpus, recipe.num_microbatches) == (8, by_hand.num_microbatches)
+    assert recipe.global_batch == by_hand.global_batch
+    with fake_ranks(8):
+        mesh = mesh_of(recipe, "cpu")
+        assert (mesh.mesh_dim_names, mesh.shape) == (("data", "model"), (4, 2))
+    named = {getattr(each, "layers", None) for each in passes_of(recipe, layers="blocks.*")}
+    assert named == {None, "module.blocks.*"}
+    with pytest.raises(ValueError, match=r"is not run by shard, but by apply_plan\("):
+        mode_of(recipe)
+
+
+def test_a_module_that_no_solver_places_is_planned_without_it_and_left_as_it_was():
+    class Drops(Model):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().forward(F.dropout(hidden))
+
+    model = Drops()
     before = dict(model.named_parameters())
-    plan_module(model, loss, [torch.zeros(1, 2, WIDTH)], CLUSTER, num_gpus=2, layers="blocks.*")
+    plan = plan_module(
+        model,
+        loss,
+        [torch.zeros(1, 2, WIDTH)],
+        CLUSTER,
+        num_gpus=4,
+        layers="blocks.*",
+        tensor_parallel=[2],
+    )
     after = dict(model.named_parameters())
     assert all(after[name] is each for name, each in before.items())
+    assert not plan.placements
+    assert plan.unplaced[2].startswith("the model cannot be planned: aten.bernoulli: draws random ")
+    assert len(plan.outcomes) == 2 * len(MEMORY_POLICIES)
+    assert f"  tp 2             not placed: {plan.unplaced[2]}" in str(plan).splitlines()
 
 
 def test_everything_wrong_with_a_request_is_told_at_once():
@@ -133,11 +189,13 @@ def test_everything_wrong_with_a_request_is_told_at_once():
             CLUSTER,
             num_gpus=1,
             num_microbatches=0,
+            tensor_parallel=[16],
         )
     assert str(raised.value).splitlines() == [
         "plan_module:",
         "  num_gpus is 1, and must be 2 or more",
         "  num_microbatches is 0, and must be 1 or more",
+        "  tensor_parallel has 16, and may have nothing: divisors of 1 GPUs, in NVLink domains of 8",
         "  inputs have [(3,), (4,)] samples, and must have the same number, 1 or more",
         "  the model has no parameter that is trained",
         "  layers is 'layers.*', which no module of the model is; it has ",

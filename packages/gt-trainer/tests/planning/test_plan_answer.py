@@ -12,10 +12,10 @@ from gt_trainer.planning.recipe_outcome import Unsimulated
 def test_the_answer_ranks_what_fits_and_says_what_binds():
     too_large = outcome(8, ms=700.0, gib=90)
     text = str(report((outcome(4),), (outcome(2, ms=1250.0),), (too_large,)))
-    rows = [line for line in text.splitlines() if re.match(r" +\d\.\d\ds ", line)]
+    rows = [line for line in text.splitlines() if re.match(r" +[\d,]+\.\dms ", line)]
     assert [row.split("GiB")[0].split() for row in rows] == [
-        ["1.00s", "8,000", "40.0%", "40.0"],
-        ["1.25s", "6,400", "40.0%", "40.0"],
+        ["1,000.0ms", "8,000", "40.0%", "40.0"],
+        ["1,250.0ms", "6,400", "40.0%", "40.0"],
     ]
     assert (
         "  candidates       100: 90 bounded away (20 of them by memory), 3 simulated, 0 refused by "

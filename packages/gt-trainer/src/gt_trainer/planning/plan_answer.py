@@ -221,15 +221,17 @@ class PlanAnswer:
         )
 
 
-def ranked_table(ranked: Sequence[RecipeOutcome], cluster: Cluster) -> Iterator[str]:
+def ranked_table(
+    ranked: Sequence[RecipeOutcome], cluster: Cluster, *, num_rows: int = _MOST_ROWS
+) -> Iterator[str]:
     """The first recipes, a row each, and what the first one holds and waits for."""
     price, watts = cluster.price_per_gpu_hour, cluster.power_watts_per_gpu
-    yield "    step  tokens/s/GPU    MFU   memory  exposed  bubble  $M/T tokens  MWh/T  recipe"
-    for outcome in ranked[:_MOST_ROWS]:
+    yield "        step  tokens/s/GPU    MFU   memory  exposed  bubble  $M/T tokens  MWh/T  recipe"
+    for outcome in ranked[:num_rows]:
         dollars = outcome.dollars_per_trillion_tokens(price) / 1e6
         energy = outcome.megawatt_hours_per_trillion_tokens(watts)
         yield (
-            f"{outcome.step_us / 1e6:7.2f}s {outcome.tokens_per_second_per_gpu:13,.0f} "
+            f"{outcome.step_us / 1e3:10,.1f}ms {outcome.tokens_per_second_per_gpu:13,.0f} "
             f"{outcome.mfu:6.1%} {outcome.peak_bytes / GIB:5.1f}GiB "
             f"{outcome.all_exposed_us / outcome.step_us:7.1%} {outcome.bubble:7.1%} "
             f"{dollars:12.2f} {energy:6,.0f}  {outcome.recipe}"
