@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gt_trace.fsdp import MixedPrecision
 from gt_trainer.planning.cluster import load_cluster
-from gt_trainer.planning.module_plan import how_to_share, passes_of, plan_module
+from gt_trainer.planning.module_plan import plan_module
+from gt_trainer.planning.module_recipes import how_to_share, passes_of
 
 CONFIG = LlamaConfig(
     hidden_size=2048,

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from gt_autoparallel import apply_plan
 from gt_passes.simulation import h100_sxm
-from gt_trainer.planning.module_plan import mesh_of
+from gt_trainer.planning.module_recipes import mesh_of
 from gt_trainer.planning.placed_module import ModuleWithLoss, on_meta, placement_of
 from gt_trainer.planning.run_recipe import RunRecipe
 

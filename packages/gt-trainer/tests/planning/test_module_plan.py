@@ -10,24 +10,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from gt_autoparallel import MeshShape
-from gt_config import CompileConfig
-from gt_passes import default_passes
-from gt_trainer.dry_run.fake_step import fake_ranks
+from gt_pipeline.split import LayerNaming
 from gt_trainer.planning.candidates import MEMORY_POLICIES, NoRecipeError
 from gt_trainer.planning.cluster import load_cluster
-from gt_trainer.planning.module_plan import (
-    ModulePlan,
-    _placed_recipe,
-    _recipes,
-    mesh_of,
-    mode_of,
-    passes_of,
-    plan_module,
-)
+from gt_trainer.planning.module_plan import ModulePlan, plan_module
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
+from gt_trainer.planning.staged_module import ModuleStages
 
 CLUSTER = load_cluster("h100_sxm")
 WIDTH = 64
+BLOCK_BYTES = 512
+"""In which an allocator gives memory."""
 
 
 class Model(nn.Module):
@@ -112,20 +105,6 @@ def test_recipes_without_room_for_their_states_are_not_captured():
         planned(replace(CLUSTER, hardware=tiny))
 
 
-def test_replicas_of_nodes_are_looked_at_where_there_are_several():
-    shards = {(e.dp_replicate, e.dp_shard): mode_of(e) for e in _recipes(1, 64, 1, 8)}
-    assert shards == {(64, 1): "replicate", (1, 64): "shard", (8, 8): "hybrid_shard"}
-    assert {each.dp_shard for each in _recipes(1, 4, 1, 8)} == {1, 4}
-
-
-def test_the_passes_of_a_recipe_are_the_default_ones_with_its_policy_and_layers():
-    recipe = next(each for each in _recipes(1, 4, 1, 8) if each.memory_policy == "selective")
-    options = CompileConfig(memory_policy="selective")
-    assert passes_of(recipe) == default_passes(options, graph="STEP")
-    named = {getattr(each, "layers", "blocks.*") for each in passes_of(recipe, layers="blocks.*")}
-    assert named == {"blocks.*"}
-
-
 def test_a_solver_places_the_module_for_each_degree_of_tensor_parallelism(plan: ModulePlan):
     ((recipe, placement),) = plan.placements.items()
     assert (recipe.dp_shard, recipe.tp, recipe.microbatch) == (2, 2, 16)
@@ -139,21 +118,59 @@ def test_a_solver_places_the_module_for_each_degree_of_tensor_parallelism(plan: 
             getattr(like, rate) * like.step_us
         )
     assert "\n  tp 2             placed by a solver, which expects " in str(plan)
-    assert not plan.unplaced
+    assert not plan.left_out
 
 
-def test_what_a_placed_recipe_is_run_with():
-    by_hand = next(_recipes(1, 8, 1, 8))
-    recipe = _placed_recipe(by_hand, 2)
-    assert (recipe.num_gpus, recipe.num_microbatches) == (8, by_hand.num_microbatches)
-    assert recipe.global_batch == by_hand.global_batch
-    with fake_ranks(8):
-        mesh = mesh_of(recipe, "cpu")
-        assert (mesh.mesh_dim_names, mesh.shape) == (("data", "model"), (4, 2))
-    named = {getattr(each, "layers", None) for each in passes_of(recipe, layers="blocks.*")}
-    assert named == {None, "module.blocks.*"}
-    with pytest.raises(ValueError, match=r"is not run by shard, but by apply_plan\("):
-        mode_of(recipe)
+class Chain(nn.Module):
+    """Four layers and a head, which may stand in different stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = F.gelu(layer(hidden))
+        return hidden if self.head is None else self.head(hidden)
+
+
+def test_stages_of_a_module_are_captured_and_their_pipelines_simulated():
+    plan = plan_module(
+        Chain(),
+        lambda model, hidden, wanted: F.mse_loss(model(hidden), wanted),
+        [torch.zeros(8, 16, WIDTH), torch.zeros(8, 16, WIDTH)],
+        CLUSTER,
+        num_gpus=4,
+        num_microbatches=2,
+        stages=ModuleStages(
+            degrees=[2],
+            loss_of=F.mse_loss,
+            naming=LayerNaming(layers="layers", last=("head",)),
+            schedules=("1F1B", "DualPipeV", "2F2B"),
+        ),
+    )
+    staged = [each for each in plan.outcomes if each.recipe.pp > 1]
+    assert {each.recipe.schedule for each in staged} == {"1F1B", "DualPipeV"}
+    assert len(staged) == 2 * len(MEMORY_POLICIES)
+    (like,) = (
+        e for e in by_hand(plan) if (e.recipe.dp_shard, e.recipe.memory_policy) == (4, "save_all")
+    )
+    for each in staged:
+        for rate in ("tokens_per_second_per_gpu", "mfu"):
+            assert getattr(each, rate) * each.step_us == pytest.approx(
+                getattr(like, rate) * like.step_us
+            )
+        assert each.bubble > 0
+        assert 0 < each.computing_us < each.step_us
+    # Half of two layers and of the head, in blocks of memory, two states of each.
+    one_after_another = next(each for each in staged if each.recipe.schedule == "1F1B")
+    state_bytes = 3 * 4 * WIDTH * WIDTH // 2 + 2 * BLOCK_BYTES
+    assert one_after_another.memory["optimizer state"] == 2 * state_bytes
+    ((what, reason),) = plan.left_out.items()
+    assert what == "pp 2 by 2F2B"
+    assert reason.startswith("schedule '2F2B': ")
+    assert f"  pp 2 by 2F2B     left out: {reason}" in str(plan).splitlines()
 
 
 def test_a_module_that_no_solver_places_is_planned_without_it_and_left_as_it_was():
@@ -175,9 +192,11 @@ def test_a_module_that_no_solver_places_is_planned_without_it_and_left_as_it_was
     after = dict(model.named_parameters())
     assert all(after[name] is each for name, each in before.items())
     assert not plan.placements
-    assert plan.unplaced[2].startswith("the model cannot be planned: aten.bernoulli: draws random ")
+    assert plan.left_out["tp 2"].startswith(
+        "the model cannot be planned: aten.bernoulli: draws random "
+    )
     assert len(plan.outcomes) == 2 * len(MEMORY_POLICIES)
-    assert f"  tp 2             not placed: {plan.unplaced[2]}" in str(plan).splitlines()
+    assert f"  tp 2             left out: {plan.left_out['tp 2']}" in str(plan).splitlines()
 
 
 def test_everything_wrong_with_a_request_is_told_at_once():
@@ -190,12 +209,15 @@ def test_everything_wrong_with_a_request_is_told_at_once():
             num_gpus=1,
             num_microbatches=0,
             tensor_parallel=[16],
+            stages=ModuleStages(degrees=[3], loss_of=loss, num_module_inputs=4),
         )
     assert str(raised.value).splitlines() == [
         "plan_module:",
         "  num_gpus is 1, and must be 2 or more",
         "  num_microbatches is 0, and must be 1 or more",
         "  tensor_parallel has 16, and may have nothing: divisors of 1 GPUs, in NVLink domains of 8",
+        "  stages.degrees has 3, and may have what divides 1 GPUs into groups of two or more",
+        "  stages.num_module_inputs is 4, of 2 inputs",
         "  inputs have [(3,), (4,)] samples, and must have the same number, 1 or more",
         "  the model has no parameter that is trained",
         "  layers is 'layers.*', which no module of the model is; it has ",

@@ -24,6 +24,7 @@ from gt_trainer.dry_run.simulated_balance import (
     with_stages,
 )
 from gt_trainer.dry_run.simulated_pipeline import SimulatedPipeline, simulate_pipeline
+from gt_trainer.dry_run.simulated_run import group_labels
 from gt_trainer.dry_run.step_facts import degrees_of, step_facts
 from gt_trainer.parallelism_options import balance_of
 from gt_trainer.pipelines.split_model import gathered_bytes_limit
@@ -237,7 +238,7 @@ def simulate_captured(
         pipeline.stages,
         schedule,
         facts,
-        parallel_dims=pipeline.parallel_dims,
+        labels=group_labels(pipeline.parallel_dims),
         hardware=hardware,
         host="cuda_graph" if config.compile.cuda_graphs else "eager",
         overlap_gathers=overlap_gathers,

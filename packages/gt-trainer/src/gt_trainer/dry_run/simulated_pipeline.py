@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan.distributed import ParallelDims
-
 from gt_passes.simulation import (
     CostModel,
     Hardware,
@@ -42,7 +40,6 @@ from gt_pipeline.schedules.timeline_page import timelines_page
 from gt_pipeline.split import SharedGroup
 from gt_trainer.device_transfer import local_part
 from gt_trainer.dry_run.numbers_as_text import GIB, ms
-from gt_trainer.dry_run.simulated_run import group_labels
 from gt_trainer.dry_run.step_facts import StepFacts
 from gt_trainer.pipelines.pipeline_plan import ranks_of_pipelines
 
@@ -191,7 +188,7 @@ def simulate_pipeline(
     schedule: Schedule,
     facts: StepFacts,
     *,
-    parallel_dims: ParallelDims,
+    labels: Mapping[str, str],
     hardware: Hardware | None = None,
     host: HostModel = "eager",
     overlap_gathers: bool = True,
@@ -208,7 +205,7 @@ def simulate_pipeline(
         stages: for each stage the one that was captured for it.
         schedule: of the whole pipeline.
         facts: what the configuration says of the step; its microbatches are runs of the schedule.
-        parallel_dims: of the run, whose process groups still exist.
+        labels: what process groups are for, by their names; pipeline ranks are the outermost axis.
         hardware: the machine; H100 SXM by default.
         host: whether Python issues operator after operator, or CUDA graphs replay them.
         overlap_gathers: as for ``gt_pipeline.schedules.simulate``.
@@ -220,13 +217,13 @@ def simulate_pipeline(
     machine = hardware or h100_sxm()
     sizes = SymbolSizes(symbol_sizes_of(stages))
     cost_model = CostModel(machine, sizes=sizes, host=host)
-    ranks, *_ = ranks_of_pipelines(schedule.num_ranks, parallel_dims.world_size)
+    ranks, *_ = ranks_of_pipelines(schedule.num_ranks, facts.num_gpus)
     priced = PricedStages(
         stages,
         schedule,
         cost_model,
         ranks=ranks,
-        group_labels=group_labels(parallel_dims),
+        group_labels=labels,
     )
     lowered = lower(
         schedule,

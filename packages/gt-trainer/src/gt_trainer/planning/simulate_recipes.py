@@ -114,7 +114,7 @@ def _simulate_pipelines(
         pipeline = capture_divided(config, built, planned_pipeline(config))
         for each, its_config in configs.items():
             found[each] = tuple(
-                _of_pipeline(
+                outcome_of_pipeline(
                     each,
                     simulate_captured(
                         its_config,
@@ -153,7 +153,8 @@ def outcome_of_step(recipe: RunRecipe, run: SimulatedRun) -> RecipeOutcome:
     )
 
 
-def _of_pipeline(recipe: RunRecipe, run: SimulatedPipeline) -> RecipeOutcome:
+def outcome_of_pipeline(recipe: RunRecipe, run: SimulatedPipeline) -> RecipeOutcome:
+    """What a plan tells of a step in stages."""
     fullest = max(run.memory, key=lambda each: each.peak_bytes)
     exposed = {**run.exposed_us, "gathers and reductions": run.time.gathers}
     exposed |= {"transfers": run.time.transfers, "tied weight": run.shared_us}
