@@ -49,7 +49,9 @@ def loss(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 def planned(cluster=CLUSTER, **options) -> ModulePlan:
     inputs = [torch.zeros(8, 16, WIDTH)]
     options = {"num_gpus": 4, "layers": "blocks.*", **options}
-    return plan_module(Model(), loss, inputs, cluster, **options)
+    model = Model()
+    model.register_forward_hook(lambda module, arguments, output: 2 * output)
+    return plan_module(model, loss, inputs, cluster, **options)
 
 
 @pytest.fixture(scope="module")

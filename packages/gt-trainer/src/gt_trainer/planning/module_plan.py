@@ -192,11 +192,9 @@ def plan_module(
             if stages is None or what in left_out:
                 continue
             try:
-                staged = trial.cut(recipe, stages)
+                outcomes.append(trial.outcome_of_stages(recipe, stages))
             except GtPipelineError as error:
                 left_out[what] = _in_a_line(error)
-                continue
-            outcomes.append(trial.outcome_of_stages(recipe, staged))
     return ModulePlan(
         cluster=cluster,
         num_gpus=num_gpus,

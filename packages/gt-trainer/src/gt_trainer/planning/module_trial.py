@@ -83,12 +83,13 @@ class ModuleTrial:
             mixed_precision=self.mixed_precision,
         )
 
-    def cut(self, recipe: RunRecipe, stages: ModuleStages) -> StagedModule:
-        """The module in stages; errors are those of ``StagedModule.of``."""
-        return StagedModule.of(_on_meta(self.model), stages, recipe, on_meta(self.inputs))
+    def outcome_of_stages(self, recipe: RunRecipe, stages: ModuleStages) -> RecipeOutcome:
+        """The step of a pipeline.
 
-    def outcome_of_stages(self, recipe: RunRecipe, staged: StagedModule) -> RecipeOutcome:
-        """The step of a pipeline whose stages are not sharded yet."""
+        Raises:
+            GtPipelineError: the module cannot be cut so, or not run by that schedule.
+        """
+        staged = StagedModule.of(_on_meta(self.model), stages, recipe, on_meta(self.inputs))
         mesh = mesh_of(recipe, "cpu")["shard"]
         for part in staged.parts:
             shard(part, mesh, mode=mode_of(recipe), mixed_precision=self.mixed_precision)
@@ -103,7 +104,9 @@ class ModuleTrial:
         """The module with this rank's part of its parameters, and what gives its loss."""
         mesh = mesh_of(recipe, "cpu")
         if placement is not None:
-            return apply_plan(self._with_loss(), placement, mesh), loss_of_placed
+            # What hooks compute was captured; a run that places the module is asked about them.
+            placed = apply_plan(self._with_loss(), placement, mesh, ignore_hooks=True)
+            return placed, loss_of_placed
         mine = _on_meta(self.model)
         shard(mine, mesh, mode=mode_of(recipe), mixed_precision=self.mixed_precision)
         return mine, self.loss

@@ -23,7 +23,7 @@ from gt_pipeline.schedules import schedule_of
 from gt_pipeline.split import (
     LayerNaming,
     RemovalPolicy,
-    check_splittable,
+    check_cover,
     find_naming,
     module_names_per_stage,
     pipeline_metadata,
@@ -104,7 +104,7 @@ class StagedModule:
             num_microbatches=recipe.num_microbatches,
         )
         args = tuple(inputs[: stages.num_module_inputs])
-        check_splittable(model, names, args, policy=stages.policy)
+        check_cover(model, names)  # what a stage computes is seen when it is captured
         parts = stage_modules(model, names, range(numbers.num_stages), policy=stages.policy)
         return cls(
             pipeline=PipelinePlan(schedule=schedule, names_per_stage=names),
