@@ -145,9 +145,11 @@ def test_a_memory_policy_of_ones_own_takes_less_memory_and_keeps_every_bit():
 
 def test_an_unmodified_llama_is_planned_on_ranks_that_are_not_there():
     printed = run_example(OF_THE_PLANNER, num_processes=1)
-    assert "13 simulated, of which 0 do not fit; 0 without room" in printed
-    assert " dp_shard 32 x tp 2 | 1 x 8 seq save_all\n" in printed
-    rows = re.findall(r"(\S+)GiB .* {2}(.*) \| 1 x 4 seq (\w+)$", printed, re.MULTILINE)
+    assert "17 simulated, of which 0 do not fit; 0 without room" in printed
+    assert " dp_shard 32 x tp 2 | 4 x 2 seq save_all\n" in printed
+    assert " dp_shard 32 x pp 2 | 8 x 1 seq 1F1B selective\n" in printed
+    assert "left out" not in printed
+    rows = re.findall(r"(\S+)GiB .* {2}(.*) \| 4 x 1 seq (\w+)$", printed, re.MULTILINE)
     held = {(sharding, policy): float(gib) for gib, sharding, policy in rows}
     policies = ("full_recompute", "selective_alternate", "selective", "save_all")
     in_order = [held["dp_shard 64", policy] for policy in policies]

@@ -61,10 +61,10 @@ class StageMemory:
     """Parameters as stored, and buffers."""
 
     num_parameters: int
-    """Numbers in the parameters that this rank stores."""
+    """Numbers in the trained parameters that this rank stores."""
 
     parameter_bytes: int
-    """Parameters as stored; an optimizer keeps its state for these."""
+    """Trained parameters as stored; an optimizer keeps its state for these."""
 
     gathered_bytes: int
     """From UNSHARD to RESHARD."""
@@ -143,10 +143,11 @@ class StageMemory:
 
 
 def local_parameters(stage: GraphPipelineStage) -> list[torch.Tensor]:
-    """A stage's parameters as this rank stores them."""
+    """A stage's parameters that are trained, as this rank stores them."""
     return [
         each.to_local() if isinstance(each, DTensor) else each
         for each in stage.parameters().values()
+        if each.requires_grad
     ]
 
 

@@ -20,12 +20,12 @@ first a solver places the module; where it is cut into stages of the second, who
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from gt_autoparallel import InfeasiblePlacementError, PlacementPlan
-from gt_autoparallel.errors import SolverError, UnsupportedModelError
+from gt_autoparallel import PlacementError, PlacementPlan
 from gt_passes.analysis.layer_names import LayerNames
 from gt_pipeline.errors import GtPipelineError
 from gt_trace.fsdp import MixedPrecision
@@ -59,7 +59,7 @@ class ModulePlan:
     on ``mesh_of`` the recipe, for ``gt_autoparallel.apply_plan``."""
 
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """What was asked for and cannot be, as ``tp 8`` or ``pp 4 by 1F1B``, and why."""
+    """What was asked for and could not be simulated, as ``tp 8`` or ``pp 4 by 1F1B``, and why."""
 
     @property
     def ranked(self) -> list[RecipeOutcome]:
@@ -181,20 +181,16 @@ def plan_module(
     with fake_ranks(num_gpus):
         outcomes = [trial.outcome_of(each) for each in chosen]
         for recipe in (placed_recipe(chosen[0], each) for each in dict.fromkeys(tensor_parallel)):
-            try:
-                placements[recipe] = trial.placement_of(recipe)
-            except (InfeasiblePlacementError, SolverError, UnsupportedModelError) as error:
-                left_out[f"tp {recipe.tp}"] = _in_a_line(error)
-                continue
-            outcomes.append(trial.outcome_of(recipe, placements[recipe]))
+            with _told(left_out, f"tp {recipe.tp}"):
+                placement = trial.placement_of(recipe)
+                outcomes.append(trial.outcome_of(recipe, placement))
+                placements[recipe] = placement
         for recipe in staged_recipes(chosen[0], stages) if stages is not None else ():
             what = f"pp {recipe.pp} by {recipe.schedule}"
             if stages is None or what in left_out:
                 continue
-            try:
+            with _told(left_out, what):
                 outcomes.append(trial.outcome_of_stages(recipe, stages))
-            except GtPipelineError as error:
-                left_out[what] = _in_a_line(error)
     return ModulePlan(
         cluster=cluster,
         num_gpus=num_gpus,
@@ -205,9 +201,16 @@ def plan_module(
     )
 
 
-def _in_a_line(error: Exception) -> str:
-    head, *rest = str(error).splitlines()
-    return " ".join([head, "; ".join(each.strip() for each in rest)]).strip()
+@contextmanager
+def _told(left_out: dict[str, str], what: str) -> Iterator[None]:
+    """Whatever goes wrong with one further recipe is told, and loses none of the others."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  # the user's module and loss may raise anything
+        head, *rest = str(error).splitlines() or [""]
+        text = " ".join([head, "; ".join(each.strip() for each in rest)]).strip()
+        is_ours = isinstance(error, (GtPipelineError, PlacementError))
+        left_out[what] = text if is_ours else f"{type(error).__name__}: {text}"
 
 
 def _check(
@@ -224,28 +227,27 @@ def _check(
         for name, value in numbers.items()
         if value < (least := 2 if name == "num_gpus" else 1)
     ]
+    num_gpus = numbers["num_gpus"]
     allowed = [
         degree
         for degree in range(2, gpus_per_domain + 1)
-        if numbers["num_gpus"] % degree == 0 and numbers["num_gpus"] > degree
+        if num_gpus % degree == 0
+        and num_gpus > degree
+        and (num_gpus <= gpus_per_domain or gpus_per_domain % degree == 0)
     ]
     problems += [
-        f"tensor_parallel has {degree!r}, and may have {allowed or 'nothing'}: divisors of "
-        f"{numbers['num_gpus']} GPUs, in NVLink domains of {gpus_per_domain}"
+        f"tensor_parallel has {degree!r}, and may have {allowed or 'nothing'}: what divides "
+        f"{num_gpus} GPUs into two groups or more, and NVLink domains of {gpus_per_domain}"
         for degree in tensor_parallel
         if degree not in allowed
     ]
     if stages is not None:
         problems += [
-            f"stages.degrees has {degree!r}, and may have what divides {numbers['num_gpus']} GPUs "
+            f"stages.degrees has {degree!r}, and may have what divides {num_gpus} GPUs "
             "into groups of two or more"
             for degree in stages.degrees
-            if degree < 2 or numbers["num_gpus"] % degree or numbers["num_gpus"] == degree
+            if degree < 2 or num_gpus % degree or num_gpus == degree
         ]
-        if not 1 <= stages.num_module_inputs <= len(inputs):
-            problems.append(
-                f"stages.num_module_inputs is {stages.num_module_inputs}, of {len(inputs)} inputs"
-            )
     sizes = [tuple(each.shape[:1]) for each in inputs]
     if not sizes or len(set(sizes)) > 1 or not sizes[0] or not sizes[0][0]:
         problems.append(f"inputs have {sizes} samples, and must have the same number, 1 or more")

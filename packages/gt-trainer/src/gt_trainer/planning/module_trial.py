@@ -26,6 +26,7 @@ from gt_trainer.dry_run.step_facts import StepFacts
 from gt_trainer.planning.module_recipes import mesh_of, mode_of, passes_of
 from gt_trainer.planning.placed_module import (
     ModuleWithLoss,
+    labels_of_placed,
     loss_of_placed,
     on_meta,
     placement_of,
@@ -68,7 +69,8 @@ class ModuleTrial:
         passes = passes_of(recipe, layers=self.layers)
         optimize(traced, CompileConfig(verify_passes=False), passes=passes)
         facts = self._facts(recipe, mine.parameters(), num_microbatches=recipe.num_microbatches)
-        run = simulate_run(traced, facts, labels={}, hardware=self.machine)
+        labels = {} if placement is None else labels_of_placed(mesh_of(recipe, "cpu"))
+        run = simulate_run(traced, facts, labels=labels, hardware=self.machine)
         if placement is None and recipe.memory_policy == "save_all":
             self.flops_per_token = run.graph.flops // (recipe.microbatch * self.tokens_per_sample)
         return self._with_mfu(outcome_of_step(recipe, run))

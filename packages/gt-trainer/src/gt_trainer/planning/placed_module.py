@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from gt_autoparallel import (
@@ -86,6 +87,12 @@ def placement_of(
             accumulates_gradients=recipe.num_microbatches > 1,
         ),
     )
+
+
+def labels_of_placed(mesh: DeviceMesh) -> dict[str, str]:
+    """What communication along an axis is for, by the name of its process group."""
+    labels = zip(MESH_AXES, ("data parallel", "tensor parallel"), strict=True)
+    return {mesh.get_group(axis).group_name: label for axis, label in labels}
 
 
 def on_meta(tensors: Sequence[Tensor], *, times: int = 1) -> list[Tensor]:

@@ -23,7 +23,7 @@ from gt_pipeline.schedules import schedule_of
 from gt_pipeline.split import (
     LayerNaming,
     RemovalPolicy,
-    check_cover,
+    SharedGroup,
     find_naming,
     module_names_per_stage,
     pipeline_metadata,
@@ -46,10 +46,7 @@ class ModuleStages:
     """Pipeline ranks that a plan looks at."""
 
     loss_of: Callable[..., Tensor]
-    """From what the module returns, and what of the inputs it does not take, to a scalar."""
-
-    num_module_inputs: int = 1
-    """The first of the inputs, which the module takes; the others are for ``loss_of``."""
+    """From what the module returns of the first of the inputs, and the others, to a scalar."""
 
     schedules: Sequence[str] = ("1F1B", "Interleaved1F1B")
     """Of ``gt_pipeline.schedules``, by name."""
@@ -60,6 +57,9 @@ class ModuleStages:
     policy: RemovalPolicy = field(default_factory=RemovalPolicy)
     """What stands in a stage for what it does not have."""
 
+    shared_groups: Sequence[SharedGroup] = ()
+    """Parameters that several stages have, as a tied weight."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedModule:
@@ -69,13 +69,13 @@ class StagedModule:
     parts: tuple[nn.Module, ...]
     """One for each stage, not sharded."""
 
-    args: tuple[Tensor, ...]
-    """Of one microbatch, on meta: what the first stage takes."""
+    batch: Tensor
+    """One microbatch on meta: what the first stage takes."""
 
     target: tuple[Tensor, ...]
     """What the loss takes beside what the last stage returns."""
 
-    loss_of: Callable[..., Tensor]
+    stages: ModuleStages
 
     @classmethod
     def of(
@@ -93,25 +93,27 @@ class StagedModule:
             GtPipelineError: it cannot be cut so, or not run by that schedule.
         """
         assert recipe.schedule is not None
-        naming = stages.naming or find_naming(model)
-        num_layers = len(naming.layer_names_of(model))
-        numbers = pipeline_metadata(num_layers, schedule=recipe.schedule, pp_degree=recipe.pp)
-        names = module_names_per_stage(num_layers, num_stages=numbers.num_stages, naming=naming)
+        names = names_of_stages(model, stages, recipe)
         schedule = schedule_of(
             recipe.schedule,
             num_ranks=recipe.pp,
-            num_stages=numbers.num_stages,
+            num_stages=len(names),
             num_microbatches=recipe.num_microbatches,
         )
-        args = tuple(inputs[: stages.num_module_inputs])
-        check_cover(model, names)  # what a stage computes is seen when it is captured
-        parts = stage_modules(model, names, range(numbers.num_stages), policy=stages.policy)
+        parts = stage_modules(
+            model,
+            names,
+            range(len(names)),
+            policy=stages.policy,
+            shared_groups=stages.shared_groups,
+        )
+        batch, *target = inputs
         return cls(
             pipeline=PipelinePlan(schedule=schedule, names_per_stage=names),
-            parts=tuple(parts[index] for index in range(numbers.num_stages)),
-            args=args,
-            target=tuple(inputs[stages.num_module_inputs :]),
-            loss_of=stages.loss_of,
+            parts=tuple(parts[index] for index in range(len(names))),
+            batch=batch,
+            target=tuple(target),
+            stages=stages,
         )
 
     def captured(self, passes_of: PassesOf) -> tuple[GraphPipelineStage, ...]:
@@ -127,7 +129,14 @@ class StagedModule:
         self, stages: Sequence[GraphPipelineStage], facts: StepFacts, machine: Hardware
     ) -> SimulatedPipeline:
         """The step of the captured stages on a machine."""
-        return simulate_pipeline(stages, self.pipeline.schedule, facts, labels={}, hardware=machine)
+        return simulate_pipeline(
+            stages,
+            self.pipeline.schedule,
+            facts,
+            labels={},
+            hardware=machine,
+            shared_groups=self.stages.shared_groups,
+        )
 
     def _captured(self, passes_of: PassesOf) -> Iterator[GraphPipelineStage]:
         entering: tuple[ActivationSignature, ...] = ()
@@ -139,7 +148,7 @@ class StagedModule:
                 stage_index=index,
                 num_stages=len(self.parts),
                 activations=entering,
-                inputs=MicrobatchInputs(args=self.args, target=self.target),
+                inputs=MicrobatchInputs(args=(self.batch,), target=self.target),
                 loss_fn=self._loss if index == last else None,
                 prepare_capture=lambda capture: self._before_cut(capture, passes_of),
                 transform=lambda graph, kind, context: _run(passes_of(kind), graph, context),
@@ -150,7 +159,7 @@ class StagedModule:
             yield stage
 
     def _loss(self, output: Any, target: tuple[Tensor, ...]) -> Tensor:
-        return self.loss_of(output, *target)
+        return self.stages.loss_of(output, *target)
 
     def _before_cut(self, capture: StageCapture, passes_of: PassesOf) -> None:
         traced = capture.traced
@@ -161,6 +170,29 @@ class StagedModule:
             num_live_microbatches=self.pipeline.live_microbatches,
         )
         _run(passes_of("STAGE"), traced.graph_module, context)
+
+
+def names_of_stages(
+    model: nn.Module, stages: ModuleStages, recipe: RunRecipe
+) -> tuple[tuple[str, ...], ...]:
+    """The modules of each stage of a recipe: layers evenly, what is around them counted as layers.
+
+    That the stages compute what the model does is for whoever cuts it to see
+    (``gt_pipeline.split.check_splittable``, with values).
+
+    Raises:
+        GtPipelineError: it has no such names, or too few layers.
+    """
+    assert recipe.schedule is not None
+    naming = stages.naming or find_naming(model)
+    num_layers = len(naming.layer_names_of(model))
+    weights = {"input_weight": int(bool(naming.first)), "output_weight": int(bool(naming.last))}
+    numbers = pipeline_metadata(
+        num_layers, schedule=recipe.schedule, pp_degree=recipe.pp, **weights
+    )
+    return module_names_per_stage(
+        num_layers, num_stages=numbers.num_stages, naming=naming, **weights
+    )
 
 
 def _run(
