@@ -286,8 +286,9 @@ def test_nothing_is_branched_for_plans_that_are_too_dear_within_a_budget(
 
     monkeypatch.setattr("gt_autoparallel.planner.solve_mixed", nothing)
     asked = {"memory_budget_bytes": free.memory.total - 1, "relative_gap": 0.01}
-    with pytest.raises(DearPlacementError):
+    with pytest.raises(DearPlacementError) as error:
         planner.find(**asked, below_us=below_us)
+    assert error.value.least_us == 3 * free.objective_us
     assert planner.find(**asked).memory.total < free.memory.total
 
 

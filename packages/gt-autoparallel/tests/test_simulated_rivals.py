@@ -140,6 +140,23 @@ def test_who_costs_much_more_is_not_simulated_and_the_judgement_says_so(
             assert float(told[1]) >= 1.0
 
 
+def test_who_costs_exactly_as_much_as_is_too_dear_is_not_simulated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    costs = {
+        each.name: each.plan.objective_us
+        for each in expert_plans(planner(), constraints=own().request.constraints, relative_gap=0.0)
+        if each.plan is not None and not each.name.startswith("DDP")
+    }
+    (dearest,) = (name for name, cost in costs.items() if cost == max(costs.values()))
+    for limit_us, is_simulated in ((costs[dearest], False), (costs[dearest] * (1 + 1e-8), True)):
+        monkeypatch.setattr(
+            "gt_autoparallel.simulated_rivals._worth_simulating_us", lambda own, us=limit_us: us
+        )
+        (found,) = (each for each in _candidates(judged(lambda plan: 1.0)) if each.name == dearest)
+        assert (found.step is not None) == is_simulated, found
+
+
 def test_whose_search_ends_without_a_plan_is_not_simulated_and_the_judgement_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -154,9 +154,8 @@ class Planner:
                 budget: gatherings of parameters too.
             relative_gap: the plan may cost more than the best one by this.
             time_limit_seconds: for the solver; then the best plan yet is given with its gap.
-            below_us: the search ends where it is known that every plan costs this or more: by what
-                keeps the constraints alone, or, of layers that are counted, because nothing was
-                found within the budget. A plan that is found may cost more all the same.
+            below_us: the search ends where it is known that every plan costs this or more. A plan
+                that is found may cost more all the same.
             audit: whether to work the plan out a second time, see ``audit_plan``.
 
         Raises:
@@ -291,11 +290,11 @@ class Planner:
             warm_start=self._start(placement, near, ends - time.perf_counter()),
             rivals=expert_rivals(placement, self._pins()),
             progress=lambda progress: self._say(str(progress)),
+            below_us=below_us,
         )
+        if below_us <= found.lower_bound_us < math.inf:
+            raise DearPlacementError(found.lower_bound_us, below_us)
         if found.mixture is None:
-            if below_us <= found.lower_bound_us < math.inf:
-                # Not the bound: one of a budget that cannot be kept may have any height.
-                raise DearPlacementError(below_us, below_us)
             return None
         self._warm_starts[_shape(placement)] = found.warm_start
         mixture = mixture_without_idle_work(placement, found.mixture)

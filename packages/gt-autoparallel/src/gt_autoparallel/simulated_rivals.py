@@ -54,7 +54,8 @@ def with_rivals(
     """The fastest by ``judge`` of a plan and of what experts would do; it says who was compared.
 
     Rivals keep what was asked of ``plan``: constraints, budget, recomputation. Who replicates
-    parameters is no rival, and neither is who costs 1.3 times as much by the planner's prices.
+    parameters is no rival, and neither is who costs 1.3 times as much or more by the planner's
+    prices.
 
     Args:
         planner: that found ``plan``.
@@ -181,13 +182,13 @@ def _reason_against(expert: ExpertPlan, own: PlacementPlan, same: str | None) ->
         return f"no plan: {expert.impossible.partition(';')[0]}"
     if same is not None:
         return f"not simulated: the same as {same}"
-    if expert.plan.objective_us > _worth_simulating_us(own):
+    if expert.plan.objective_us >= _worth_simulating_us(own):
         return f"not simulated: {_times(expert.plan.objective_us, own)}"
     return ""
 
 
 def _worth_simulating_us(own: PlacementPlan) -> float:
-    """What a rival may cost; anything if the own plan costs nothing."""
+    """A rival must cost less; it may cost anything if the own plan costs nothing."""
     return _WORTH_SIMULATING * own.objective_us or math.inf
 
 

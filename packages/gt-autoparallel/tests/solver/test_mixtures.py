@@ -252,6 +252,18 @@ def test_nothing_that_keeps_a_budget_is_told_by_the_bound() -> None:
     assert (found.mixture, found.lower_bound_us) == (None, math.inf)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_search_ends_where_every_mixture_is_too_dear_and_says_what_is_known(
+    stage: str, seed: int
+) -> None:
+    problem, best_us = drawn(seed)
+    found = solve_mixed(problem, relative_gap=0.01, time_limit_seconds=60.0, below_us=0.5 * best_us)
+    assert 0.5 * best_us <= found.lower_bound_us <= best_us * (1 + 1e-9)
+    above = solve_mixed(problem, relative_gap=0.01, time_limit_seconds=60.0, below_us=2 * best_us)
+    usual = solve_mixed(problem, relative_gap=0.01, time_limit_seconds=60.0)
+    assert above.mixture == usual.mixture
+
+
 def test_the_same_problem_gives_the_same_mixture(stage: str) -> None:
     problem = random_block_problem(7, size=5, inner=6, outer=3, max_options=4)
     first, second = (

@@ -353,3 +353,6 @@ def test_what_costs_as_much_as_is_said_or_more_is_not_looked_for(stage: str, see
             solve(problem, below_us=below_us)
         assert_same(error.value.least_us, below_us, seed)
         assert error.value.least_us <= best.objective_us
+    # What costs less by less than the gap is found all the same.
+    found = solve(problem, relative_gap=0.01, below_us=best.objective_us * (1 + 1e-3) + 1e-3)
+    assert found.objective_us < best.objective_us * (1 + 1e-3) + 1e-3

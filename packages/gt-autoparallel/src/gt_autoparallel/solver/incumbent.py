@@ -13,6 +13,11 @@ PRECISION = 1e-10
 """Relative difference of objectives that counts as none."""
 
 
+def less_by(cost_us: float, part: float) -> float:
+    """What is less than a cost by a part of it; inf stays."""
+    return cost_us - part * abs(cost_us) if math.isfinite(cost_us) else cost_us
+
+
 @dataclass(slots=True)
 class Incumbent:
     """Takes choices from wherever they come and keeps the best that keeps the budgets."""
@@ -34,8 +39,9 @@ class Incumbent:
     @property
     def cutoff_us(self) -> float:
         """Choices that cost this or more are not worth looking for."""
-        known = min(self.objective_us, self.below_us)
-        return known - max(self.gap, PRECISION) * abs(known) if math.isfinite(known) else math.inf
+        if self.objective_us >= self.below_us:
+            return self.below_us
+        return less_by(self.objective_us, max(self.gap, PRECISION))
 
     def offer(self, choices: tuple[int, ...]) -> bool:
         """Takes ``choices`` if they keep the budgets and cost less than the best yet.

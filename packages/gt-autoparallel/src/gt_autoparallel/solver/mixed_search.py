@@ -29,7 +29,7 @@ from gt_autoparallel.solver.bounding import (
 )
 from gt_autoparallel.solver.dominance import drop_dominated
 from gt_autoparallel.solver.highs_model import HighsModel, HighsResult
-from gt_autoparallel.solver.incumbent import Incumbent
+from gt_autoparallel.solver.incumbent import Incumbent, less_by
 from gt_autoparallel.solver.message_passing import Prices
 from gt_autoparallel.solver.mixtures import Mixture, alike_mixture
 from gt_autoparallel.solver.price_model import PriceModel
@@ -88,6 +88,7 @@ def solve_mixed(
     warm_start: WarmStart | None = None,
     rivals: Sequence[Rival] = (),
     progress: ProgressCallback | None = None,
+    below_us: float = math.inf,
 ) -> MixedSolution:
     """Finds a cheap mixture that keeps the budgets, and bounds all mixtures from below.
 
@@ -99,6 +100,7 @@ def solve_mixed(
         warm_start: as for ``solve``.
         rivals: parts of the problem, in which what is cheaper is looked for without branching.
         progress: as for ``solve``.
+        below_us: the search ends once it is known that every mixture costs this or more.
 
     Raises:
         PlacementInputError: the blocks do not fit the problem.
@@ -121,13 +123,15 @@ def solve_mixed(
         settings=SearchSettings(),
         progress=progress,
         start=start,
+        below_us=below_us,
     )
     if warm_start is not None:
         search.begin_at(warm_start)
     search.run()
     if search.lower_bound_us == math.inf:
         return _nothing(problem, start)
-    search.beat(rivals, whole)
+    if search.lower_bound_us < below_us:
+        search.beat(rivals, whole)
     return search.solution()
 
 
@@ -140,8 +144,11 @@ class _MixedSearch:
     settings: SearchSettings
     progress: ProgressCallback | None
     start: float
+    below_us: float
+    """What costs this or more is not looked for."""
+
     incumbent: Incumbent = field(init=False)
-    """Its choices are the same for all things; its ``below_us`` is the best mixture's cost."""
+    """Its choices are the same for all things; it looks for nothing as dear as the best mixture."""
 
     programs: RestrictedPrograms = field(init=False)
     mixture: Mixture | None = None
@@ -198,7 +205,8 @@ class _MixedSearch:
         part, num_raised = self.part, 0
         # What it takes to find options that keep the budgets leaves as many turns as ever.
         for turn in range(2 * self.settings.relaxations):
-            if self._is_late():
+            # Before prices are raised: at such prices what has no solution may have any bound.
+            if self._is_late() or part.lower_bound_us >= self.below_us:
                 return True
             if turn - num_raised == self.settings.relaxations:
                 break
@@ -271,16 +279,18 @@ class _MixedSearch:
         found = self.programs.mix(self.part, pairs=pairs, gap=0.1 * self.gap)
         if found is not None and found.objective_us < self._best_us():
             self.mixture = found
-            self.incumbent.below_us = found.objective_us
+            self.incumbent.below_us = less_by(found.objective_us, self.gap)
 
     def _best_us(self) -> float:
-        return min(self.incumbent.below_us, self.incumbent.objective_us)
+        mixture_us = math.inf if self.mixture is None else self.mixture.objective_us
+        return min(mixture_us, self.incumbent.objective_us)
 
     def beat(self, rivals: Sequence[Rival], whole: ReducedProblem) -> None:
         """Looks for what is cheaper among rivals; ``whole`` is the problem before any drops.
 
         Not by branching, which would go on for the best choice of which all things do the same.
         """
+        self.incumbent.below_us = self._best_us()
         beat_rivals(
             self.incumbent,
             whole,
@@ -294,7 +304,7 @@ class _MixedSearch:
     def solution(self) -> MixedSolution:
         """What was found."""
         choices = self.incumbent.choices
-        if choices and self.incumbent.objective_us <= self.incumbent.below_us:
+        if choices and self.incumbent.objective_us <= self._best_us():
             self.mixture = alike_mixture(self.problem, choices)
         objective_us = math.inf if self.mixture is None else self.mixture.objective_us
         recent = [cut.choices for cut in self.incumbent.price_model.cuts[-MOST_CANDIDATES:]]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from gt_autoparallel.solver.bounding import Bounding, SearchPart, SearchSettings
 from gt_autoparallel.solver.dominance import drop_dominated
-from gt_autoparallel.solver.incumbent import Incumbent
+from gt_autoparallel.solver.incumbent import PRECISION, Incumbent, less_by
 from gt_autoparallel.solver.message_passing import Prices
 from gt_autoparallel.solver.problem import BoolArray, FloatArray
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
@@ -69,7 +69,7 @@ def beat_rivals(
             progress=None,
             settings=settings,
             start=time.perf_counter(),
-            below_us=known,
+            below_us=less_by(known, PRECISION),
             most_parts=most_parts,
         )
         contest.prices = part.prices

@@ -108,7 +108,7 @@ class Search:
 
     @property
     def has_nothing_below(self) -> bool:
-        """Whether it is known, to within the gap, that no choice costs less than ``below_us``."""
+        """Whether it is known that no choice costs less than ``below_us``."""
         found_none = self.incumbent.objective_us >= self.below_us
         return found_none and self.lower_bound_us >= self.incumbent.cutoff_us
 

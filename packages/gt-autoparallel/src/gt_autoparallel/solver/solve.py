@@ -11,6 +11,7 @@ from gt_autoparallel.solver.arc_consistency import make_arc_consistent
 from gt_autoparallel.solver.bounding import SearchSettings
 from gt_autoparallel.solver.dominance import drop_dominated
 from gt_autoparallel.solver.evaluation import evaluate
+from gt_autoparallel.solver.incumbent import PRECISION, less_by
 from gt_autoparallel.solver.infeasibility import explain_infeasibility
 from gt_autoparallel.solver.problem import Problem
 from gt_autoparallel.solver.reduced_problem import reduce_problem
@@ -60,7 +61,7 @@ def solve(
         ForbiddenPairsError: no combination avoids the forbidden options and pairs.
         MemoryBudgetError: combinations exist, but each exceeds a budget.
         OutOfTimeError: the time limit passed before any choice was found.
-        DearPlacementError: to within the gap, every choice costs ``below_us`` or more.
+        DearPlacementError: every choice costs ``below_us`` or more.
     """
     check_problem(problem, rivals)
     start = time.perf_counter()
@@ -81,7 +82,7 @@ def solve(
         progress=progress,
         settings=SearchSettings(),
         start=start,
-        below_us=below_us,
+        below_us=less_by(below_us, PRECISION),
     )
     search.seconds["reduce"] = time.perf_counter() - start
     if warm_start is not None:
