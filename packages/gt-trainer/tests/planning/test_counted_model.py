@@ -33,6 +33,9 @@ def test_layers_have_what_their_configuration_says():
     of_experts = sparse.layers[-1]
     assert (sparse.num_experts, of_experts.sent_copies) == (8, 3.0)
     assert 0 < of_experts.expert_outputs_width < of_experts.outputs_width
+    # 16 heads, whose queries and keys are 192 wide and whose values 128.
+    assert (of_experts.query_width, of_experts.keys_values_width) == (3072, 3072 + 2048)
+    assert (dense.layers[0].query_width, dense.layers[0].keys_values_width) == (256, 512)
     assert of_experts.expert_products == of_experts.expert_parameters * 3 / 8
 
 
