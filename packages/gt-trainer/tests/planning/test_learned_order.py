@@ -11,6 +11,7 @@ import pytest
 from planning.outcomes import outcome
 
 from gt_passes.simulation import h100_sxm
+from gt_trainer.planning.guesses import _SURE
 from gt_trainer.planning.learned_order import Guess, LearnedOrder
 
 _GIB = 2**30
@@ -68,14 +69,6 @@ def test_what_only_replicates_otherwise_than_one_that_is_under_way_comes_a_littl
     assert (order.places() / before).tolist() == pytest.approx([1.05, 1.05, 1, 1])
 
 
-def test_beside_the_first_of_a_kind_comes_another_kind() -> None:
-    order = _order()
-    order.begin(0)
-    assert _next(order) == [2, 3, 1]
-    order.learn(0, replace(_ALIKE, step_us=1e6 * 0.9, peak_bytes=50 * _GIB))
-    assert _next(order) == [2, 1, 3]
-
-
 def test_what_holds_clearly_less_comes_first_until_something_fits() -> None:
     recipes = [replace(_ALIKE.recipe, dp_shard=2**number) for number in range(3)]
     guesses = [
@@ -90,38 +83,47 @@ def test_what_holds_clearly_less_comes_first_until_something_fits() -> None:
     assert order.places().argsort().tolist() == [0, 2, 1]
 
 
-_POLICIES = {"save_all": 1.0, "selective": 1.05, "selective_alternate": 1.1, "full_recompute": 1.3}
+_POLICIES = {"save_all": 1.2, "selective": 0.8, "selective_alternate": 0.6, "full_recompute": 0.3}
+"""Of a device, what they are thought to hold of the larger microbatch."""
 
 
-def _costs(seed: int) -> tuple[list[Guess], list[tuple[float, float]]]:
-    """Guesses, and what is true: up to 1.9 times as long and 1.4 times as much, by kind, +-5 %."""
+def _world(seed: int) -> tuple[list[Guess], list[tuple[float, int]]]:
+    """Guesses, and what is true.
+
+    Recipes of one schedule and policy are wrong alike, +-10 %: by up to 1.9 in time, and in memory by
+    1.3 to 1.8 unless all is computed again. That is more than a first recipe's margin.
+    """
     draw = random.Random(seed)
-    kinds = list(itertools.product(_POLICIES, (False, True), (1, 2), (None, "1F1B", "DualPipeV")))
+    wrong: dict[object, tuple[float, float]] = {}
     guesses, truths = [], []
-    for policy, overlap, microbatch, schedule in kinds:
-        factors = draw.uniform(0.9, 1.9), draw.uniform(0.85, 1.4)
-        for cp in (2, 4, 8):
-            recipe = replace(
-                _ALIKE.recipe,
-                cp=cp,
-                pp=1 if schedule is None else 2,
-                schedule=schedule,
-                memory_policy=policy,
-                ep_overlap=overlap,
-                microbatch=microbatch,
-            )
-            step_us = 1e6 * _POLICIES[policy] * draw.uniform(0.8, 1.2) * (0.85 if overlap else 1)
-            kept = {"save_all": 1.2, "selective": 0.8, "selective_alternate": 0.6}.get(policy, 0.3)
-            held = _CAPACITY * (0.1 + kept * microbatch / 2 * draw.uniform(0.8, 1.2))
-            guesses.append(Guess(recipe=recipe, step_us=(step_us,), held_bytes=held))
-            near = draw.uniform(0.95, 1.05)
-            truths.append((step_us * factors[0] * near, held * factors[1] * near))
+    for policy, overlap, microbatch, schedule, cp in itertools.product(
+        _POLICIES, (False, True), (1, 2), (None, "1F1B", "DualPipeV"), (2, 4, 8)
+    ):
+        again = policy == "full_recompute"
+        time, memory = wrong.setdefault(
+            (policy, schedule), (draw.uniform(0.9, 1.9), 1.0 if again else draw.uniform(1.3, 1.8))
+        )
+        recipe = replace(
+            _ALIKE.recipe,
+            cp=cp,
+            pp=1 if schedule is None else 2,
+            schedule=schedule,
+            memory_policy=policy,
+            ep_overlap=overlap,
+            microbatch=microbatch,
+        )
+        step_us = 1e6 * draw.uniform(0.8, 1.2) * (1.3 if again else 1.0)
+        held = _CAPACITY * (0.1 + _POLICIES[policy] * microbatch / 2 * draw.uniform(0.8, 1.2))
+        guesses.append(Guess(recipe=recipe, step_us=(step_us,), held_bytes=held))
+        truths.append(
+            (step_us * time * draw.uniform(0.9, 1.1), int(held * memory * draw.uniform(0.9, 1.1)))
+        )
     return guesses, truths
 
 
-def _simulated(seed: int, most: int) -> tuple[list[float], float]:
-    """Steps of the first recipes that fit, two simulated at once; and the best there is."""
-    guesses, truths = _costs(seed)
+def _fitting(seed: int, most: int) -> list[float]:
+    """Steps of the first recipes that fit, two simulated at once."""
+    guesses, truths = _world(seed)
     order = LearnedOrder(guesses, [h100_sxm()])
     left, under_way, found = set(range(len(guesses))), list[int](), list[float]()
     for _ in range(most):
@@ -132,16 +134,19 @@ def _simulated(seed: int, most: int) -> tuple[list[float], float]:
             order.begin(number)
         number = under_way.pop(0)
         step_us, held = truths[number]
-        order.learn(number, replace(_ALIKE, step_us=step_us, peak_bytes=int(held)))
+        order.learn(number, replace(_ALIKE, step_us=step_us, peak_bytes=held))
         if held <= _CAPACITY:
             found.append(step_us)
-    return found, min(step_us for step_us, held in truths if held <= _CAPACITY)
+    return found
 
 
-def test_few_simulations_find_one_that_fits_and_more_of_them_nearly_the_best() -> None:
-    found = [_simulated(seed, 2) for seed in range(100)]
-    assert sum(not steps for steps, _ in found) <= 1
-    found = [_simulated(seed, 12) for seed in range(100)]
-    worse = sorted(min(steps) / best for steps, best in found)
-    assert worse[50] < 1.05
-    assert worse[90] < 1.2
+def test_a_plan_with_time_for_few_recipes_ends_with_one_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def without_one(most: int) -> int:
+        return sum(not _fitting(seed, most) for seed in range(50))
+
+    assert without_one(3) == 0
+    first = without_one(1)
+    monkeypatch.setitem(_SURE, False, _SURE[True])
+    assert 2 * first < without_one(1), "a margin is worth it"

@@ -333,7 +333,8 @@ def order(
     """
     part = guesses_bytes / hardware.hbm_capacity_bytes
     unlikely = np.where(part > 1, 2 * part, 1.0) + 5 * np.maximum(0.0, part - _SURE[is_proven])
-    return guesses_us * unlikely
+    places: NDArray[np.float64] = guesses_us * unlikely
+    return places
 
 
 def _again_bytes(model: ModelCounts, stage: StageParts, recipe: RunRecipe) -> float:

@@ -4,9 +4,8 @@ A guess is wrong in the same way for recipes alike: what one of them took and he
 guessed, corrects those that are left. So when one does not fit, those come next that hold less,
 by stronger recomputation, more stages or a smaller microbatch, and not its neighbours.
 
-Several are simulated at once, and a plan may have time for few. So until one is known to fit, those
-come first that hold clearly less than there is; and beside the first of a kind one of another kind,
-since both would be wrong together.
+A plan may have time for few. So until one is known to fit, those come first that hold clearly less
+than there is.
 """
 
 from __future__ import annotations
@@ -26,9 +25,6 @@ from gt_trainer.planning.run_recipe import RunRecipe
 
 _AGAIN = 1.05
 """Of a recipe that only replicates otherwise than one before it: the others come sooner."""
-
-_UNKNOWN = 1.1
-"""Of a recipe whose kind is simulated for the first time just now: another kind tells more."""
 
 _Kind = tuple[object, ...]
 
@@ -84,9 +80,6 @@ class LearnedOrder:
         """Equal for recipes that differ in how many of their shards are replicas; kinds first."""
 
         self._is_begun = np.zeros(len(guesses), dtype=np.bool_)
-        self._unknown_kinds: set[int] = set()
-        """Of those that were begun."""
-
         self._is_proven = False
         self._seen: dict[_Kind, list[_Correction]] = {}
         self._places: NDArray[np.float64] | None = None
@@ -98,9 +91,7 @@ class LearnedOrder:
             kinds = self._alike[:, 0]
             held_bytes = self._held_bytes * np.array([each.held_bytes for each in known])[kinds]
             factors = np.array([each.step_us for each in known])[kinds]
-            later = np.where(self._is_begun, _AGAIN, 1.0)
-            later[np.isin(kinds, list(self._unknown_kinds))] *= _UNKNOWN
-            self._places = later * np.min(
+            self._places = np.where(self._is_begun, _AGAIN, 1.0) * np.min(
                 [
                     order(step_us * factors, held_bytes, machine, is_proven=self._is_proven)
                     for step_us, machine in zip(self._step_us.T, self._machines, strict=True)
@@ -122,8 +113,6 @@ class LearnedOrder:
     def begin(self, number: int) -> None:
         """A recipe is to be simulated: from others like it little more is to be learned."""
         self._is_begun |= (self._alike == self._alike[number]).all(axis=1)
-        if _finest(self._guess(number).recipe) not in self._seen:
-            self._unknown_kinds.add(int(self._alike[number, 0]))
         self._places = None
 
     def learn(self, number: int, outcome: RecipeOutcome) -> None:
@@ -135,7 +124,6 @@ class LearnedOrder:
         )
         for kind in _kinds(guess.recipe):
             self._seen.setdefault(kind, []).append(found)
-        self._unknown_kinds.discard(int(self._alike[number, 0]))
         self._is_proven |= outcome.fits
         self._places = None
 
