@@ -108,6 +108,7 @@ def small_model(draw: random.Random) -> ModelCounts:
         inputs_width=dim * 7,
         outputs_width=dim * 12,
         sent_copies=0 if experts is None else 2,
+        expert_layers=0 if experts is None else 1,
     )
     return ModelCounts(
         layers=(layer,) * draw.choice([4, 7, 8, 12]),

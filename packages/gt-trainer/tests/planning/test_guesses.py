@@ -80,7 +80,9 @@ def test_chunks_of_the_loss_and_sums_of_gradients_take_their_time_for_every_micr
 
 
 _EXPERTS = replace(
-    _MODEL, num_experts=8, layers=(replace(_DENSE, expert_products=3e6, sent_copies=2.0),)
+    _MODEL,
+    num_experts=8,
+    layers=(replace(_DENSE, expert_products=3e6, sent_copies=2.0, expert_layers=1),),
 )
 
 
@@ -188,7 +190,7 @@ def test_the_host_reads_counts_of_every_rank_for_each_chunk():
         recipe = RunRecipe(
             dp_shard=8, ep=ep, microbatch=1, global_batch=8, memory_policy="", ep_overlap=overlap
         )
-        return _counts_us(recipe, _EXPERTS, PipelineLayouts(_EXPERTS).of(recipe), _MACHINE)
+        return _counts_us(recipe, PipelineLayouts(_EXPERTS).of(recipe), _MACHINE)
 
     assert waiting_us(1, overlap=False) == 0.0
     more = waiting_us(8, overlap=False) - waiting_us(4, overlap=False)

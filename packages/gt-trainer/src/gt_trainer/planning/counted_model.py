@@ -104,6 +104,7 @@ def _layer(layer: nn.Module, num_experts: int | None, top_k: int) -> LayerCounts
         outputs_width=sum(shape[0] for _, shape in dense) + expert_outputs,
         expert_outputs_width=expert_outputs,
         sent_copies=float(top_k) if experts else 0.0,
+        expert_layers=1 if experts else 0,
     )
 
 

@@ -132,7 +132,7 @@ def guessed_us(
     inside = tensor_us + context_us + exchanges
     if recipe.schedule == "DualPipeV":
         inside *= _BESIDE_A_PAIR
-    waiting_us = _counts_us(recipe, model, layout, hardware)
+    waiting_us = _counts_us(recipe, layout, hardware)
     working = max(computing + inside + waiting_us, _launches_us(recipe, model, layout, hardware))
     total = working + _bubble_us(recipe, bound, working)
     sharding_us = bound.carried_us.get("fsdp", 0.0) + bound.carried_us.get("efsdp", 0.0)
@@ -159,29 +159,26 @@ def _launches_us(
         return 0.0
     shared = _SHARED_LAUNCHES * ((recipe.tp > 1) + (recipe.cp > 1))
     launches: float = (_LAUNCHES + shared) * len(model.layers) / recipe.pp
-    launches += _EXPERT_LAUNCHES[recipe.ep_overlap] * _expert_layers(model, layout)
+    launches += _EXPERT_LAUNCHES[recipe.ep_overlap] * _expert_layers(layout)
     if recipe.memory_policy == "full_recompute":
         launches *= 4 / 3
     return launches * recipe.num_microbatches * hardware.host_kernel_us
 
 
-def _counts_us(
-    recipe: RunRecipe, model: ModelCounts, layout: PipelineLayout, hardware: Hardware
-) -> float:
+def _counts_us(recipe: RunRecipe, layout: PipelineLayout, hardware: Hardware) -> float:
     """For how long the device waits for the host, which reads what each rank sends and receives."""
     if recipe.ep == 1:
         return 0.0
     chunks = (2 if recipe.ep_overlap else 1) * recipe.num_microbatches
     read_us = 2 * recipe.ep * hardware.host_scalar_us + hardware.host_sync_us
     launches_us = _AFTER_COUNTS * hardware.host_kernel_us
-    return chunks * _expert_layers(model, layout) * (read_us + launches_us)
+    return chunks * _expert_layers(layout) * (read_us + launches_us)
 
 
-def _expert_layers(model: ModelCounts, layout: PipelineLayout) -> float:
+def _expert_layers(layout: PipelineLayout) -> int:
     """Layers with experts on a rank."""
     stages = layout.of_rank(len(layout.by_rank) // 2)
-    copies = max(layer.sent_copies for layer in model.layers)
-    return sum(stage.layers.sent_copies for stage in stages) / copies if copies else 0.0
+    return sum(stage.layers.expert_layers for stage in stages)
 
 
 def _weights_us(

@@ -44,6 +44,9 @@ class LayerCounts:
     sent_copies: float = 0.0
     """Experts that a token is sent to."""
 
+    expert_layers: int = 0
+    """1 if it has routed experts."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCounts:
