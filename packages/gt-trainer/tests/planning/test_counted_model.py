@@ -8,7 +8,7 @@ from gt_trainer.device import intended_for
 from gt_trainer.models.deepseek_v3 import deepseek_v3_debugmodel
 from gt_trainer.models.llama3 import llama3_debugmodel
 from gt_trainer.planning.candidates import NoRecipeError
-from gt_trainer.planning.counted_model import _layer, counted_model
+from gt_trainer.planning.counted_model import _layer, _widths, counted_model
 
 
 def test_every_parameter_is_counted_once():
@@ -50,3 +50,9 @@ def test_a_layer_without_attention_is_refused_with_what_it_has():
     layer = nn.ModuleDict({"mixer": nn.Linear(2, 2, bias=False)})
     with pytest.raises(NoRecipeError, match=r"no attention\.wo\.weight.*it has mixer\.weight"):
         _layer(layer, None, 0)
+
+
+def test_keys_and_values_of_projections_of_their_own_are_counted():
+    rows = {"attention.wq.weight": 16, "attention.wk.weight": 4, "attention.wv.weight": 4}
+    shapes = {name: torch.Size([width, 16]) for name, width in rows.items()}
+    assert _widths(shapes, 16) == (16, 8)
