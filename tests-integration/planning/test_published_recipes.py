@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -15,6 +16,7 @@ from gt_trainer.command_line.command_line import flags_given
 from gt_trainer.command_line.overrides import apply_overrides
 from gt_trainer.command_line.plan_command import split_overrides
 from gt_trainer.device import intended_for
+from gt_trainer.launcher.child import RunningChild
 from gt_trainer.models.adapt import with_positions
 from gt_trainer.models.published_runs import PUBLISHED_RUNS, PublishedRun
 from gt_trainer.planning.candidates import PlanRequest, candidates
@@ -111,7 +113,9 @@ def test_a_free_plan_finds_a_recipe_that_takes_no_longer_than_the_published_one(
         )
         plan = make_plan(base, question, asked=asked, tell=print).plan
     best, *_ = plan.ranked()
-    ((published,),) = simulate_recipes(base, [recipe], plan.machines, asked=asked)
+    # In a child, as the plan's own: what a capture leaves in a process, later forks would inherit.
+    work = partial(simulate_recipes, base, [recipe], plan.machines, asked=asked)
+    ((published,),) = RunningChild(work).result()
     assert isinstance(published, RecipeOutcome)
     print(f"{name}: {best.step_us:,.0f} us by {best.recipe}, {published.step_us:,.0f} by {recipe}")
     assert best.step_us <= published.step_us

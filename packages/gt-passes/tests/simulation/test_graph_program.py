@@ -7,14 +7,16 @@ import torch
 from pass_graphs import capture, collectives, run_pass
 from recorded_step_cases import ON_CPU
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from gt_passes import CudaGraphs
 from gt_passes.analysis.outlined_region import OutlinedRegion, RegionOutliner
-from gt_passes.simulation import CostModel, GraphProgram, h100_sxm, simulate_step
+from gt_passes.simulation import CostModel, GraphProgram, StepSimulation, h100_sxm, simulate_step
 from gt_passes.testing import FakeRecorder
 
 H100 = h100_sxm()
 X = torch.ones(2**10)
+NUMBERS = torch.ones(64, dtype=torch.int64)
 LARGE = torch.ones(2**24)  # so much that the host's launches do not hide it
 
 
@@ -83,3 +85,16 @@ def test_one_reading_serves_several_machines():
     first = program.run(cost_model()).timeline.makespan_us
     assert program.run(slow).timeline.makespan_us > first
     assert program.run(cost_model()).timeline.makespan_us == first
+
+
+def test_the_host_waits_once_for_all_numbers_that_it_reads_in_a_row():
+    def read(num: int) -> StepSimulation:
+        def step(x: torch.Tensor) -> torch.Tensor:
+            numbers = [each.item() for each in x.cumsum(0).unbind()[:num]]
+            return torch.ones(sum(numbers))
+
+        return simulate_step(make_fx(step, tracing_mode="symbolic")(NUMBERS), cost_model())
+
+    one, all_64 = read(1), read(64)
+    assert all_64.step_us - one.step_us == pytest.approx(63 * H100.host_scalar_us, rel=1e-4)
+    assert one.host_idle_us > H100.host_sync_us

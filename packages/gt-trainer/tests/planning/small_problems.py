@@ -103,8 +103,12 @@ def small_model(draw: random.Random) -> ModelCounts:
         repeated_dense=dense * 2 // 3,
         repeated_experts=0 if experts is None else 2 * 2 * dim * dim,
         attention_width=dim,
+        query_width=dim,
+        keys_values_width=2 * dim,
+        inputs_width=dim * 7,
         outputs_width=dim * 12,
         sent_copies=0 if experts is None else 2,
+        expert_layers=0 if experts is None else 1,
     )
     return ModelCounts(
         layers=(layer,) * draw.choice([4, 7, 8, 12]),

@@ -14,10 +14,13 @@ from gt_trainer.planning.candidates import SCHEDULES
 from gt_trainer.planning.guesses import (
     _attention_us,
     _bubble_us,
+    _casts_us,
+    _counts_us,
     _experts_us,
     _in_flight_bytes,
     _kept_bytes,
     _weights_us,
+    guessed_bytes,
     guessed_us,
     most_in_flight,
     order,
@@ -77,7 +80,9 @@ def test_chunks_of_the_loss_and_sums_of_gradients_take_their_time_for_every_micr
 
 
 _EXPERTS = replace(
-    _MODEL, num_experts=8, layers=(replace(_DENSE, expert_products=3e6, sent_copies=2.0),)
+    _MODEL,
+    num_experts=8,
+    layers=(replace(_DENSE, expert_products=3e6, sent_copies=2.0, expert_layers=1),),
 )
 
 
@@ -100,7 +105,8 @@ def test_attention_is_computed_again_at_the_rate_of_forwards():
     again = RunRecipe(microbatch=1, global_batch=1, memory_policy="full_recompute")
     layout = PipelineLayouts(_MODEL).of(again)
     pairs = _MODEL.seq_len**2 * _MACHINE.attention_mask_density
-    flops = 4 * pairs * sum(layer.attention_width for layer in _MODEL.layers)
+    widths = sum(layer.query_width + layer.attention_width for layer in _MODEL.layers)
+    flops = 2 * pairs * widths
     rate = _MACHINE.peak_bf16_flops_per_s * _MACHINE.attention_forward_efficiency
     assert _attention_us(again, _MODEL, layout, _MACHINE) == pytest.approx(1e6 * flops / rate)
 
@@ -167,11 +173,64 @@ def test_what_is_less_likely_to_fit_comes_later() -> None:
     assert order(1.3, 0.9 * capacity, _MACHINE) < order(1.0, capacity, _MACHINE)
 
 
-def test_what_tensor_parallelism_gathers_is_kept_unless_all_is_computed_again():
-    (stage,) = (
-        PipelineLayouts(_MODEL).of(RunRecipe(microbatch=1, global_batch=1, memory_policy="")).stages
-    )
+def test_what_is_gathered_is_kept_unless_all_is_computed_again():
+    alone = RunRecipe(microbatch=1, global_batch=1, memory_policy="")
+    (stage,) = PipelineLayouts(_MODEL).of(alone).stages
     gathered = 2 * 8 * len(_MODEL.layers) * _MODEL.dim * _MODEL.activation_bytes
-    for policy, more in (("save_all", gathered), ("selective", gathered), ("full_recompute", 0)):
-        alone = _kept_bytes(policy, _MODEL, stage, 1)
-        assert _kept_bytes(policy, _MODEL, stage, 8) == pytest.approx(alone + more)
+    keys_values = 3 * stage.layers.keys_values_width * _MODEL.activation_bytes
+    for degrees, kept in (({"tp": 8}, gathered), ({"cp": 4}, keys_values)):
+        shared = replace(alone, **degrees)
+        for policy, more in (("save_all", kept), ("selective", kept), ("full_recompute", 0)):
+            own = _kept_bytes(policy, _MODEL, stage, alone)
+            assert _kept_bytes(policy, _MODEL, stage, shared) == pytest.approx(own + more)
+
+
+def test_the_host_reads_counts_of_every_rank_for_each_chunk():
+    def waiting_us(ep: int, *, overlap: bool) -> float:
+        recipe = RunRecipe(
+            dp_shard=8, ep=ep, microbatch=1, global_batch=8, memory_policy="", ep_overlap=overlap
+        )
+        return _counts_us(recipe, PipelineLayouts(_EXPERTS).of(recipe), _MACHINE)
+
+    assert waiting_us(1, overlap=False) == 0.0
+    more = waiting_us(8, overlap=False) - waiting_us(4, overlap=False)
+    assert more == pytest.approx(2 * 4 * _MACHINE.host_scalar_us)
+    assert waiting_us(8, overlap=True) == 2 * waiting_us(8, overlap=False)
+    assert waiting_us(8, overlap=False) > 16 * _MACHINE.host_kernel_us
+
+
+def test_gathered_weights_are_copied_for_every_microbatch():
+    def weights_us(**changed: object) -> float:
+        recipe = replace(
+            RunRecipe(microbatch=1, global_batch=4, memory_policy="selective"), **changed
+        )
+        return _weights_us(recipe, _MODEL, PipelineLayouts(_MODEL).of(recipe), _MACHINE)
+
+    rate = _MACHINE.hbm_bytes_per_s * _MACHINE.hbm_streaming_efficiency
+    copied = weights_us(dp_shard=4) - weights_us() / 4
+    # Unpacked twice, read and written in 2 bytes; gradients read, and written in 4.
+    assert copied == pytest.approx(1e6 * _MODEL.num_parameters * (4 + 4 + 2 + 4) / rate)
+    once = weights_us(dp_shard=4, memory_policy="save_all") - weights_us() / 4
+    assert copied - once == pytest.approx(1e6 * _MODEL.num_parameters * 4 / rate)
+
+
+def test_casts_to_8_bits_take_longer_where_nothing_is_fused():
+    def casts_us(linears: str, *, is_fused: bool) -> float:
+        model = replace(_MODEL, is_fused=is_fused)
+        recipe = RunRecipe(microbatch=1, global_batch=1, memory_policy="", linears=linears)
+        return _casts_us(recipe, model, PipelineLayouts(model).of(recipe), _MACHINE)
+
+    fused = casts_us("float8_rowwise", is_fused=True)
+    assert casts_us("none", is_fused=False) == 0.0 < fused
+    assert casts_us("float8_rowwise", is_fused=False) == pytest.approx(fused * 33 / 8)
+
+
+def test_logits_of_a_whole_sequence_are_held():
+    def held(loss_chunks: int) -> float:
+        model = replace(_MODEL, seq_len=8192, loss_chunks=loss_chunks)
+        recipe = RunRecipe(microbatch=1, global_batch=1, memory_policy="full_recompute")
+        layout = PipelineLayouts(model).of(recipe)
+        return guessed_bytes(recipe, model, layout, step_bound(recipe, model, layout, _MACHINE))
+
+    logits = 8192 * _MODEL.output_products / _MODEL.dim
+    assert held(1) == pytest.approx(held(2) + 12 * logits / 2)

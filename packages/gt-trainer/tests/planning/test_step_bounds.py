@@ -16,6 +16,9 @@ _LAYER = LayerCounts(
     dense_products=12_000_000,
     repeated_dense=8_000_000,
     attention_width=1000,
+    query_width=1500,
+    keys_values_width=2500,
+    inputs_width=7_000,
     outputs_width=12_000,
 )
 _MODEL = ModelCounts(
@@ -65,8 +68,10 @@ def test_attention_counts_half_of_its_pairs():
     machine = replace(_MACHINE, attention_mask_density=0.5)
     bound = _bound(_RECIPE, machine=machine)
     pairs = 4000 * 1000 / 2
-    forward = 4 * pairs * 1000 * 6 / (1e15 * machine.attention_forward_efficiency)
-    backward = 10 * pairs * 1000 * 6 / (1e15 * machine.attention_backward_efficiency)
+    forward = 2 * pairs * (1500 + 1000) * 6 / (1e15 * machine.attention_forward_efficiency)
+    backward = (
+        2 * pairs * (3 * 1500 + 2 * 1000) * 6 / (1e15 * machine.attention_backward_efficiency)
+    )
     more = bound.compute_us - _bound(_RECIPE).compute_us
     assert more == pytest.approx(1e6 * (forward + backward), rel=1e-6)
 

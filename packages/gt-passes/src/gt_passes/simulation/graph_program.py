@@ -3,10 +3,11 @@
 Operators run on one compute stream in the graph's order; each process group has a stream of its
 own, as torch gives each NCCL communicator one. A collective starts after everything that was issued
 to the compute stream before it (its launch records an event there), and a wait makes the compute
-stream wait for it. Views cost the host alone. What reads numbers on the host waits for the device.
-Copies to host memory and back that are waited for share one stream. A compiled region runs its
-body, fused (``compiled_region``); a piece that is replayed as a CUDA graph runs its body for one
-launch by the host.
+stream wait for it. Views cost the host alone. What reads numbers on the host waits for the device,
+once for all that are read in a row, since they are copied to the host together. Copies to host
+memory and back that are waited for share one stream. A compiled region runs its body, fused
+(``compiled_region``); a piece that is replayed as a CUDA graph runs its body for one launch by the
+host.
 """
 
 from __future__ import annotations
@@ -210,6 +211,8 @@ class _Lowering:
         elif cost.kind == "view":
             self._pass_on(node)
             self._pending_host_us += cost.host_us
+        elif cost.kind == "host_scalar" and self._host_has_read:
+            self._pending_host_us += cost.host_us
         elif cost.kind == "collective":
             assert cost.collective is not None  # the cost model says so
             stream = f"group {cost.collective.group_name}"
@@ -221,6 +224,11 @@ class _Lowering:
             self._compute(node, cost, tuple(task for task in launched if task is not None))
         else:
             self._compute(node, cost, ())
+
+    @property
+    def _host_has_read(self) -> bool:
+        """Whether the compute stream has done nothing since the host waited for numbers of it."""
+        return any(self.costs[task].kind == "host_scalar" for task in self._last_compute)
 
     def _compute(self, node: Node, cost: OpCost, waits_for: tuple[int, ...]) -> None:
         self._last_compute = (self._append(node, cost, COMPUTE_STREAM, waits_for),)

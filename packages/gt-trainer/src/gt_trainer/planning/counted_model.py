@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,6 +71,7 @@ def counted_model(config: GraphTrainer.Config) -> ModelCounts:
         flops_per_token=flops_per_token,
         max_tp=math.gcd(*numbers.heads.values()),
         num_experts=numbers.num_experts,
+        is_fused=config.compile.inductor_compilation == "full",
     )
 
 
@@ -82,6 +83,7 @@ def _layer(layer: nn.Module, num_experts: int | None, top_k: int) -> LayerCounts
     if width is None:
         names = ", ".join(name for name, _ in shapes)
         raise NoRecipeError(f"a layer has no {_ATTENTION}, of which plans are made; it has {names}")
+    query_width, keys_values_width = _widths(dict(dense), width)
     chosen = top_k / num_experts if num_experts else 0.0
 
     def repeated(of: Sequence[tuple[str, torch.Size]]) -> int:
@@ -96,7 +98,28 @@ def _layer(layer: nn.Module, num_experts: int | None, top_k: int) -> LayerCounts
         repeated_dense=repeated(dense),
         repeated_experts=chosen * repeated(experts),
         attention_width=width,
+        query_width=query_width,
+        keys_values_width=keys_values_width,
+        inputs_width=sum(shape[1] for _, shape in dense),
         outputs_width=sum(shape[0] for _, shape in dense) + expert_outputs,
         expert_outputs_width=expert_outputs,
         sent_copies=float(top_k) if experts else 0.0,
+        expert_layers=1 if experts else 0,
+    )
+
+
+def _widths(dense: Mapping[str, torch.Size], values_width: int) -> tuple[int, int]:
+    """Of queries, and of keys and values together.
+
+    Latent attention has keys as wide as its queries, which are wider than its values.
+    """
+    rows = {name: shape[0] for name, shape in dense.items()}
+    if "attention.wkv_b.weight" in rows:
+        last = "attention.wq_b.weight" if "attention.wq_b.weight" in rows else "attention.wq.weight"
+        return rows[last], rows[last] + values_width
+    together = rows.get("attention.qkv_linear.wqkv.weight")
+    if together is not None:
+        return values_width, together - values_width
+    return values_width, sum(
+        rows[name] for name in rows if name.endswith((".wk.weight", ".wv.weight"))
     )

@@ -50,6 +50,10 @@ _EXPOSED_ENDS = 0.5
 _LAST_PRODUCT_BYTES = 10
 """For each weight of the projection to logits, while its gradient is made: both, and their sums."""
 
+_LOGITS_BYTES = {True: 8, False: 12}
+"""For each logit of a chunk of the loss: itself, in float32, its gradient. Where Inductor does not
+fuse them, that in float32 too."""
+
 _CHUNK_BYTES = 15
 """For each weight of that projection and each chunk of the loss: of it and its gradient, read and
 written. As the next one, of the captured stages of Llama 3 405B, 512 tokens on a rank."""
@@ -57,21 +61,39 @@ written. As the next one, of the captured stages of Llama 3 405B, 512 tokens on 
 _SUMMED_BYTES = 8
 """For each weight of a stage and each microbatch, whose gradients are added to whole sums."""
 
+_BUCKET_BYTES = 4
+"""For each weight in float32, to pack its gradient: written. All else of a bucket, unpacked or
+packed, is read and written in the run's precision."""
+
+_CAST_BYTES = {True: 8, False: 33}
+"""For each element that an 8-bit product reads, in each of its two layouts. Fused: read for its
+largest, read and written. Alone: that and each step between in float32, read and written."""
+
 _COPIED_BYTES = 75
 """For each element of a token and each expert that it is sent to, forward or backward: read and
 written beside products. Of captured layers of DeepSeek-V3 671B."""
 
-_EXPOSED_EXCHANGES = {False: 1.0, True: 0.27}
-"""Of token exchanges, without EP overlap and with it."""
+_EXPOSED_EXCHANGES = {False: 1.0, True: 0.21}
+"""Of token exchanges, without EP overlap and with it: of a layer of DeepSeek-V3 671B 4.0 of 19.4 ms
+over 256 ranks (0.8 of 10.0 over 32). Nothing is beside the first and the last of its chunks."""
 
 _LAUNCHES = 120
 """Of a layer, forward and backward."""
 
+_EXPERT_LAUNCHES = {False: 100, True: 210}
+"""Of a layer with experts beside them, without EP overlap and with it. As the next one, counted in
+captured layers of DeepSeek-V3 671B."""
+
+_AFTER_COUNTS = 16
+"""Launches from when the host knows counts of tokens to the first product of experts, for which the
+device waits: it has nothing else to do then."""
+
 _SHARED_LAUNCHES = 20
 """What tensor parallelism adds to them, and as many context parallelism."""
 
-_SURE = 0.9
-"""Part of a device's memory within which a recipe is thought to fit: guesses may be wrong."""
+_SURE = {True: 0.9, False: 0.7}
+"""Part of a device's memory within which a recipe is thought to fit, for guesses may be wrong. Less
+while nothing is known to fit: of the first one simulated a guess was up to a third too low."""
 
 
 def guessed_us(
@@ -88,31 +110,37 @@ def guessed_us(
     repeats = recipe.memory_policy == "full_recompute"
     # Each layer gathers and scatters twice in either direction.
     tensor_us = (12 if repeats else 8) * layers * ring_us(activations, recipe.tp, 1, hardware)
-    context_us = (
-        (8 if repeats else 6)
-        * layers
-        * ring_us(activations * recipe.cp / recipe.tp / 4, recipe.cp, recipe.tp, hardware)
+    middle = layout.of_rank(len(layout.by_rank) // 2)
+    gathered = sum(stage.layers.keys_values_width for stage in middle) * model.activation_bytes
+    # Keys and values gathered, and their gradients scattered.
+    context_us = (3 if repeats else 2) * ring_us(
+        tokens * recipe.cp * gathered / recipe.tp, recipe.cp, recipe.tp, hardware
     )
     computing = bound.compute_us * _BESIDE_PRODUCTS
     if recipe.memory_policy == "selective_alternate":
         computing *= _ALTERNATE_REPEATS
     computing += _weights_us(recipe, model, layout, hardware)
     computing += _experts_us(recipe, model, layout, hardware)
+    computing += _casts_us(recipe, model, layout, hardware)
     exchanges = bound.carried_us.get("ep", 0.0) * _EXPOSED_EXCHANGES[recipe.ep_overlap]
+    carried = sum(bound.carried_us.values())
+    # What computes beside collectives lacks their multiprocessors (decision 0075).
+    computing += min(carried, computing) * hardware.collective_sms / hardware.num_sms
     if repeats:
         computing += _attention_us(recipe, model, layout, hardware)
         exchanges *= 3 / 2
     inside = tensor_us + context_us + exchanges
     if recipe.schedule == "DualPipeV":
         inside *= _BESIDE_A_PAIR
-    working = max(computing + inside, _launches_us(recipe, layers, hardware))
+    waiting_us = _counts_us(recipe, layout, hardware)
+    working = max(computing + inside + waiting_us, _launches_us(recipe, model, layout, hardware))
     total = working + _bubble_us(recipe, bound, working)
-    carried = bound.carried_us.get("fsdp", 0.0) + bound.carried_us.get("efsdp", 0.0)
+    sharding_us = bound.carried_us.get("fsdp", 0.0) + bound.carried_us.get("efsdp", 0.0)
     latencies_us = _latencies_us(recipe, layers, hardware)
     if recipe.pp > 1:
-        total += _EXPOSED_ENDS * (carried + latencies_us)
+        total += _EXPOSED_ENDS * (sharding_us + latencies_us)
     else:
-        hidden = carried * (2 if recipe.memory_policy != "save_all" else 1.5) + latencies_us
+        hidden = sharding_us * (2 if recipe.memory_policy != "save_all" else 1.5) + latencies_us
         total += max(0.0, hidden - computing)
     replicas_us = ring_us(
         2 * bound.state_bytes / 3,
@@ -123,14 +151,34 @@ def guessed_us(
     return total + replicas_us + bound.optimizer_us
 
 
-def _launches_us(recipe: RunRecipe, layers: float, hardware: Hardware) -> float:
+def _launches_us(
+    recipe: RunRecipe, model: ModelCounts, layout: PipelineLayout, hardware: Hardware
+) -> float:
     """What the host takes to launch a step that nobody records: computation waits for it."""
     if recipe.pp == 1 and recipe.ep == 1 and not recipe.reduces_once:
         return 0.0
-    launches: float = _LAUNCHES + _SHARED_LAUNCHES * ((recipe.tp > 1) + (recipe.cp > 1))
+    shared = _SHARED_LAUNCHES * ((recipe.tp > 1) + (recipe.cp > 1))
+    launches: float = (_LAUNCHES + shared) * len(model.layers) / recipe.pp
+    launches += _EXPERT_LAUNCHES[recipe.ep_overlap] * _expert_layers(layout)
     if recipe.memory_policy == "full_recompute":
         launches *= 4 / 3
-    return launches * layers * recipe.num_microbatches * hardware.host_kernel_us
+    return launches * recipe.num_microbatches * hardware.host_kernel_us
+
+
+def _counts_us(recipe: RunRecipe, layout: PipelineLayout, hardware: Hardware) -> float:
+    """For how long the device waits for the host, which reads what each rank sends and receives."""
+    if recipe.ep == 1:
+        return 0.0
+    chunks = (2 if recipe.ep_overlap else 1) * recipe.num_microbatches
+    read_us = 2 * recipe.ep * hardware.host_scalar_us + hardware.host_sync_us
+    launches_us = _AFTER_COUNTS * hardware.host_kernel_us
+    return chunks * _expert_layers(layout) * (read_us + launches_us)
+
+
+def _expert_layers(layout: PipelineLayout) -> int:
+    """Layers with experts on a rank."""
+    stages = layout.of_rank(len(layout.by_rank) // 2)
+    return sum(stage.layers.expert_layers for stage in stages)
 
 
 def _weights_us(
@@ -141,11 +189,16 @@ def _weights_us(
     Of a pipeline all wait for the rank that has the projection to logits.
     """
     num_bytes = _CHUNK_BYTES * model.loss_chunks * model.output_products / recipe.tp
+    stages = layout.of_rank(len(layout.by_rank) // 2)
+    dense = sum(stage.dense_parameters for stage in stages) / recipe.tp
+    experts = sum(stage.layers.expert_parameters for stage in stages) / recipe.ep
     if recipe.pp > 1 or recipe.reduces_once:
-        stages = layout.of_rank(len(layout.by_rank) // 2)
-        dense = sum(stage.dense_parameters for stage in stages) / recipe.tp
-        experts = sum(stage.layers.expert_parameters for stage in stages) / recipe.ep
         num_bytes += _SUMMED_BYTES * (dense + experts)
+    elif recipe.dp_shard * recipe.cp > 1:
+        # Gathered for forward and backward, read and written; its gradient read and written.
+        unpacked = 2 if recipe.memory_policy == "save_all" else 4
+        copied = (unpacked + 1) * model.activation_bytes + _BUCKET_BYTES
+        num_bytes += copied * (dense + experts)
     rate = hardware.hbm_bytes_per_s * hardware.hbm_streaming_efficiency
     return 1e6 * recipe.num_microbatches * num_bytes / rate
 
@@ -181,6 +234,22 @@ def _experts_us(
     copied = (forwards + 1) * _COPIED_BYTES * sum(stage.layers.sent_copies for stage in stages)
     rate = hardware.hbm_bytes_per_s * hardware.hbm_streaming_efficiency
     return products_us + 1e6 * tokens * copied * model.dim / rate
+
+
+def _casts_us(
+    recipe: RunRecipe, model: ModelCounts, layout: PipelineLayout, hardware: Hardware
+) -> float:
+    """What casting to 8 bits takes: inputs of dense products, and gradients of their results."""
+    if recipe.linears == "none":
+        return 0.0
+    stages = layout.of_rank(len(layout.by_rank) // 2)
+    tokens = recipe.sequences * model.seq_len / (recipe.tp * recipe.cp)
+    width = sum(
+        stage.layers.inputs_width + stage.layers.outputs_width - stage.layers.expert_outputs_width
+        for stage in stages
+    )
+    rate = hardware.hbm_bytes_per_s * hardware.hbm_streaming_efficiency
+    return 2e6 * tokens * width * _CAST_BYTES[model.is_fused] / rate
 
 
 def _bubble_us(recipe: RunRecipe, bound: StepBound, working_us: float) -> float:
@@ -222,46 +291,62 @@ def guessed_bytes(
     tokens = recipe.microbatch * model.seq_len / (recipe.tp * recipe.cp)
     ranks = (layout.of_rank(rank) for rank in range(len(layout.by_rank)))
     stages = max(ranks, key=lambda each: sum(stage.layers.outputs_width for stage in each))
-    again = tokens * max(
-        _again_bytes(recipe.memory_policy, model, stage, recipe.tp) for stage in stages
-    )
+    again = tokens * max(_again_bytes(model, stage, recipe) for stage in stages)
     dense = sum(stage.dense_parameters for stage in stages) / recipe.tp
     experts = sum(stage.layers.expert_parameters for stage in stages) / recipe.ep
     if recipe.pp > 1 or recipe.reduces_once:  # gathered parameters, and sums of whole gradients
         whole = (dense + experts) * (model.activation_bytes + 4)
         whole *= 1 + 2 / 3 / len(stages)  # what the backward of one stage has just made
     else:
-        # Gathered once where everything is kept; else two layers at a time.
+        # Gathered once where everything is kept; else two layers at a time, or one and the logits'.
         at_once = 1.0 if recipe.memory_policy == "save_all" else 2 / len(model.layers)
-        whole = (dense + experts) * model.activation_bytes * at_once
+        ends = model.embedding_parameters + model.output_parameters
+        whole = (dense - ends / recipe.tp + experts) * model.activation_bytes * at_once
+        whole += model.output_parameters / recipe.tp * model.activation_bytes
         # The loss comes before any layer is computed again.
-        again = max(again, _LAST_PRODUCT_BYTES * model.output_products / recipe.tp)
+        logits = tokens / model.loss_chunks * model.output_products / model.dim
+        loss = _LOGITS_BYTES[model.is_fused] * logits
+        again = max(again, loss, _LAST_PRODUCT_BYTES * model.output_products / recipe.tp)
         if recipe.num_microbatches > 1:
             state += bound.state_bytes / 3
-    ends = 8 * tokens * model.dim * model.activation_bytes
-    return state + tokens * _in_flight_bytes(recipe, model, stages) + again + whole + ends
+    beside = 8 * tokens * model.dim * model.activation_bytes
+    return state + tokens * _in_flight_bytes(recipe, model, stages) + again + whole + beside
 
 
 def order(
-    guesses_us: NDArray[np.float64], guesses_bytes: NDArray[np.float64], hardware: Hardware
+    guesses_us: NDArray[np.float64],
+    guesses_bytes: NDArray[np.float64],
+    hardware: Hardware,
+    *,
+    is_proven: bool = True,
 ) -> NDArray[np.float64]:
-    """By what is thought to take least; the less likely it is to fit, the later it comes."""
+    """By what is thought to take least; the less likely it is to fit, the later it comes.
+
+    Args:
+        guesses_us: of steps.
+        guesses_bytes: that they hold.
+        hardware: the machine.
+        is_proven: whether guesses at memory may be trusted: something was simulated and fits.
+    """
     part = guesses_bytes / hardware.hbm_capacity_bytes
-    unlikely = np.where(part > 1, 2 * part, 1 + 5 * np.maximum(0.0, part - _SURE))
-    return guesses_us * unlikely
+    unlikely = np.where(part > 1, 2 * part, 1.0) + 5 * np.maximum(0.0, part - _SURE[is_proven])
+    places: NDArray[np.float64] = guesses_us * unlikely
+    return places
 
 
-def _again_bytes(policy: str, model: ModelCounts, stage: StageParts, tp: int) -> float:
+def _again_bytes(model: ModelCounts, stage: StageParts, recipe: RunRecipe) -> float:
     """For one token, what one layer has when it has been computed again, beyond what it kept."""
-    more = _kept_bytes("save_all", model, stage, tp) - _kept_bytes(policy, model, stage, tp)
+    more = _kept_bytes("save_all", model, stage, recipe)
+    more -= _kept_bytes(recipe.memory_policy, model, stage, recipe)
     return more / max(1, stage.num_layers)
 
 
-def _kept_bytes(policy: str, model: ModelCounts, stage: StageParts, tp: int) -> float:
+def _kept_bytes(policy: str, model: ModelCounts, stage: StageParts, recipe: RunRecipe) -> float:
     """For one token of one microbatch.
 
-    A selective policy keeps results of products and attention, tokens sent to experts, and what
-    tensor parallelism gathers: twice a layer, tokens of all its ranks.
+    A selective policy keeps results of products and attention, tokens sent to experts, and what is
+    gathered: by tensor parallelism twice a layer, by context parallelism keys and values, tokens of
+    all their ranks.
     """
     layers = stage.layers
     if policy == "save_all":
@@ -272,8 +357,10 @@ def _kept_bytes(policy: str, model: ModelCounts, stage: StageParts, tp: int) -> 
         width = layers.outputs_width + layers.attention_width + layers.sent_copies * model.dim
         if policy == "selective_alternate":
             width -= _ALTERNATE_DROPS * (layers.outputs_width - layers.expert_outputs_width)
-    if tp > 1 and policy != "full_recompute":
-        width += 2 * tp * stage.num_layers * model.dim
+    if recipe.tp > 1 and policy != "full_recompute":
+        width += 2 * recipe.tp * stage.num_layers * model.dim
+    if policy != "full_recompute":
+        width += (recipe.cp - 1) * layers.keys_values_width
     return width * model.activation_bytes
 
 
@@ -289,7 +376,7 @@ def _put_off_bytes(policy: str, model: ModelCounts, stage: StageParts, tp: int) 
 def _in_flight_bytes(recipe: RunRecipe, model: ModelCounts, stages: Sequence[StageParts]) -> float:
     """For one token of a microbatch, what the stages of a rank hold of all that are under way."""
     policy = recipe.memory_policy
-    kept = sum(_kept_bytes(policy, model, stage, recipe.tp) for stage in stages)
+    kept = sum(_kept_bytes(policy, model, stage, recipe) for stage in stages)
     if recipe.schedule is None:
         return kept
     put_off = sum(_put_off_bytes(policy, model, stage, recipe.tp) for stage in stages)

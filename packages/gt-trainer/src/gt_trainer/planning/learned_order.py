@@ -3,6 +3,9 @@
 A guess is wrong in the same way for recipes alike: what one of them took and held, over what was
 guessed, corrects those that are left. So when one does not fit, those come next that hold less,
 by stronger recomputation, more stages or a smaller microbatch, and not its neighbours.
+
+A plan may have time for few. So until one is known to fit, those come first that hold clearly less
+than there is.
 """
 
 from __future__ import annotations
@@ -77,6 +80,7 @@ class LearnedOrder:
         """Equal for recipes that differ in how many of their shards are replicas; kinds first."""
 
         self._is_begun = np.zeros(len(guesses), dtype=np.bool_)
+        self._is_proven = False
         self._seen: dict[_Kind, list[_Correction]] = {}
         self._places: NDArray[np.float64] | None = None
 
@@ -89,7 +93,7 @@ class LearnedOrder:
             factors = np.array([each.step_us for each in known])[kinds]
             self._places = np.where(self._is_begun, _AGAIN, 1.0) * np.min(
                 [
-                    order(step_us * factors, held_bytes, machine)
+                    order(step_us * factors, held_bytes, machine, is_proven=self._is_proven)
                     for step_us, machine in zip(self._step_us.T, self._machines, strict=True)
                 ],
                 axis=0,
@@ -120,6 +124,7 @@ class LearnedOrder:
         )
         for kind in _kinds(guess.recipe):
             self._seen.setdefault(kind, []).append(found)
+        self._is_proven |= outcome.fits
         self._places = None
 
     def _guess(self, number: int) -> Guess:

@@ -26,6 +26,15 @@ class LayerCounts:
     attention_width: int
     """Heads times width of a head, of the values."""
 
+    query_width: int
+    """The same of the queries."""
+
+    keys_values_width: int
+    """Of keys and values together, which context parallelism gathers."""
+
+    inputs_width: int
+    """Sum of the widths of what dense products multiply, for one token."""
+
     outputs_width: float
     """Sum of the widths of all products' results, for one token."""
 
@@ -34,6 +43,9 @@ class LayerCounts:
 
     sent_copies: float = 0.0
     """Experts that a token is sent to."""
+
+    expert_layers: int = 0
+    """1 if it has routed experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +78,9 @@ class ModelCounts:
     """Heads that tensor parallelism can divide: their greatest common divisor."""
 
     num_experts: int | None
+
+    is_fused: bool = False
+    """Whether Inductor makes a step's element-wise operators few."""
 
     @property
     def num_parameters(self) -> int:

@@ -28,7 +28,7 @@ from gt_trainer.planning.simulate_recipes import simulate_recipes
 from gt_trainer.planning.unplanned_flags import check_plannable
 from gt_trainer.trainer import GraphTrainer
 
-_FLOAT8 = "float8_rowwise"
+_PRECISIONS = ("none", "float8_tensorwise", "float8_rowwise")
 _SKIP = "--quantization.skip"
 _MOST_DOUBLINGS = 6
 _STARTED_BY = {".sbatch": "Slurm", ".sh": "torchrun"}
@@ -276,7 +276,6 @@ def _precisions(config: GraphTrainer.Config, fixed: Mapping[str, object]) -> lis
     asked = fixed.get("--quantization.linears")
     if asked is not None:
         return [str(asked)]
-    published = config.quantization.linears
     if importlib.util.find_spec("torchao") is None:
         return ["none"]
-    return ["none", _FLOAT8 if published == "none" else published]
+    return list(dict.fromkeys((*_PRECISIONS, config.quantization.linears)))

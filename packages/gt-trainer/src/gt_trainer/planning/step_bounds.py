@@ -39,6 +39,9 @@ SPLIT_BACKWARDS = frozenset({"ZBVZeroBubble", "DualPipeV", "InterleavedZeroBubbl
 _REPEATS = "full_recompute"
 """The one policy that surely multiplies again."""
 
+_IN_8_BITS = "float8_rowwise"
+"""One of them."""
+
 _NO_BANDWIDTH = float("inf")
 
 
@@ -99,9 +102,13 @@ def step_bound(
 
 
 def seen_by_bounds(recipe: RunRecipe) -> RunRecipe:
-    """The same for recipes that have the same bounds: of memory policies they know the fullest."""
+    """The same for recipes that have the same bounds.
+
+    Of memory policies they know the fullest, of precisions whether it has 8 bits.
+    """
     policy = recipe.memory_policy if recipe.memory_policy == _REPEATS else MEMORY_POLICIES[0]
-    return replace(recipe, memory_policy=policy, ep_overlap=False)
+    linears = recipe.linears if recipe.linears == "none" else _IN_8_BITS
+    return replace(recipe, memory_policy=policy, ep_overlap=False, linears=linears)
 
 
 class ProductTimes:
@@ -124,8 +131,8 @@ class ProductTimes:
         self._dense_us = 2e6 * self._tokens / (in_8_bits if recipe.linears != "none" else own)
         self._experts_us = 2e6 * self._tokens / (peak * best)
         pairs = self._tokens * model.seq_len * min(1.0, hardware.attention_mask_density)
-        self._attention_us = 4e6 * pairs / (peak * hardware.attention_forward_efficiency)
-        self._attention_back_us = 10e6 * pairs / (peak * hardware.attention_backward_efficiency)
+        self._attention_us = 2e6 * pairs / (peak * hardware.attention_forward_efficiency)
+        self._attention_back_us = 2e6 * pairs / (peak * hardware.attention_backward_efficiency)
         self._repeats = recipe.memory_policy == _REPEATS
 
     def forward_us(self, stage: StageParts) -> float:
@@ -133,8 +140,8 @@ class ProductTimes:
         return self._products_us(stage) + self.attention_us(stage)
 
     def attention_us(self, stage: StageParts) -> float:
-        """Of a forward, its attention."""
-        return stage.layers.attention_width * self._attention_us
+        """Of a forward, its attention: scores, and their product with the values."""
+        return (stage.layers.query_width + stage.layers.attention_width) * self._attention_us
 
     def backward_us(self, stage: StageParts) -> float:
         """Gradients of inputs and weights, and what is computed again."""
@@ -143,7 +150,9 @@ class ProductTimes:
     def inputs_us(self, stage: StageParts) -> float:
         """Of a backward, gradients of inputs and what is computed again."""
         layers = stage.layers
-        inputs = self._products_us(stage) + layers.attention_width * self._attention_back_us
+        # Scores again, and gradients of probabilities, values, queries and keys.
+        width = 3 * layers.query_width + 2 * layers.attention_width
+        inputs = self._products_us(stage) + width * self._attention_back_us
         if self._repeats:
             inputs += layers.repeated_dense * self._dense_us
             inputs += layers.repeated_experts * self._experts_us
