@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from exchange_graphs import NUM_RANKS, capture_exchange
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from gt_passes.simulation import SymbolSizes, balanced_exchange_sizes
 from gt_passes.simulation.operands import output_operands
@@ -47,14 +49,31 @@ def test_a_size_of_both_kinds_takes_the_traced_part_from_the_trace():
     sizes = SymbolSizes(balanced_exchange_sizes(graph))
     received = there.meta["val"].numel()  # rows by width, of which only the rows depend on data
     assert len(received.node.expr.free_symbols) == NUM_RANKS + 1
-    assert sizes.knows(received)
-    assert sizes.number(received) == 64 * 8
-    assert not SymbolSizes().knows(received)
+    assert sizes.known_number(received) == sizes.number(received) == 64 * 8
+    unknown = SymbolSizes()
+    assert unknown.number(received) == NUM_RANKS * 8
+    assert unknown.known_number(received) is None
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        lambda rows, width: rows + width - 3,
+        lambda rows, width: 2 * (rows + width) * 16 + rows * width * 3,
+        lambda rows, width: (rows + 7) // 8 * width,
+        lambda rows, width: torch.sym_max(rows, width) % 5,
+    ],
+)
+def test_a_size_is_what_its_expression_says(size):
+    shape_env = ShapeEnv()
+    rows, width = (shape_env.create_unbacked_symint() for _ in range(2))
+    sizes = SymbolSizes({str(rows): 21, str(width): 34})
+    assert sizes.known_number(size(rows, width)) == int(size(21, 34))
 
 
 def test_a_known_size_is_itself():
     assert SymbolSizes().number(17) == 17
-    assert SymbolSizes().knows(17)
+    assert SymbolSizes().known_number(17) == 17
 
 
 def test_pricing_adds_no_guards():

@@ -347,6 +347,14 @@ def forget_conclusions(shape_env: ShapeEnv) -> None:
     shape_env._update_version_counter()
 
 
+def forget_replacement(shape_env: Any, symbol: Any) -> None:
+    """Take back what a shape environment has for a symbol since it found the two to be equal."""
+    del shape_env.replacements[symbol]
+    if hasattr(shape_env, "_replacements_version_counter"):  # torch 2.15
+        shape_env._replacements_version_counter += 1
+    forget_conclusions(shape_env)
+
+
 @contextmanager
 def inlined_compilation() -> Iterator[None]:
     """Inside, functions that ``torch.compile`` made run as they were while a graph is traced.

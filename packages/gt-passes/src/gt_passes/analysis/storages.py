@@ -12,11 +12,9 @@ memory, in doubt too many. Here every storage counts once, so that bytes add up.
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -29,7 +27,7 @@ from gt_passes._torch_internals import (
     layout_of,
 )
 from gt_passes.analysis.collectives import FUNCTIONAL_COLLECTIVES, is_wait
-from gt_passes.analysis.symbol_sizes import balanced_exchange_sizes
+from gt_passes.analysis.symbol_sizes import SymbolSizes, balanced_exchange_sizes
 
 Held = int | tuple["Held", ...] | None
 """The storages of a value, in its structure: a number for a tensor, None for what is no tensor."""
@@ -57,7 +55,7 @@ class Storages:
         self._block_bytes = block_bytes
         if symbol_sizes is None:
             symbol_sizes = balanced_exchange_sizes(graph_module)
-        self._symbol_sizes = symbol_sizes
+        self._sizes = SymbolSizes(symbol_sizes)
         self.nodes: tuple[Node, ...] = tuple(graph_module.graph.nodes)
         """In execution order."""
 
@@ -140,7 +138,7 @@ class Storages:
             return tuple(self._fresh(node, item, position) for item in value)
         if not isinstance(value, torch.Tensor):
             return None
-        num_bytes = _storage_bytes(value, self._symbol_sizes)
+        num_bytes = _storage_bytes(value, self._sizes)
         if num_bytes is None:
             self.num_unsized += 1
             num_bytes = 0
@@ -224,25 +222,8 @@ def flat(held: Held) -> Iterator[int]:
             yield from flat(item)
 
 
-def _storage_bytes(tensor: torch.Tensor, symbol_sizes: Mapping[str, int]) -> int | None:
+def _storage_bytes(tensor: torch.Tensor, sizes: SymbolSizes) -> int | None:
     """Bytes of the storage behind a tensor that was just made; None if they are not known."""
     if layout_of(tensor) is not torch.strided:
         return tensor.numel() * tensor.element_size()
-    num_bytes = _number(tensor.untyped_storage().nbytes(), symbol_sizes)
-    if num_bytes is not None:
-        return num_bytes
-    # One extent may have a hint and another a given size, and no product of them has either.
-    extents = [_number(extent, symbol_sizes) for extent in tensor.shape]
-    known = [extent for extent in extents if extent is not None]
-    return math.prod(known) * tensor.element_size() if len(known) == len(extents) else None
-
-
-def _number(size: int | torch.SymInt, symbol_sizes: Mapping[str, int]) -> int | None:
-    if not isinstance(size, torch.SymInt):
-        return size
-    symbolic: Any = size.node
-    if symbolic.has_hint():
-        return int(symbolic.hint)
-    expression = symbolic.expr
-    values = {symbol: symbol_sizes.get(str(symbol)) for symbol in expression.free_symbols}
-    return None if None in values.values() else int(expression.xreplace(values))
+    return sizes.known_number(tensor.untyped_storage().nbytes())

@@ -8,6 +8,7 @@ balance: a rank receives as many tokens as it sends, in equal parts from all
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,10 @@ from torch.fx import GraphModule
 from gt_passes._torch_internals import traced_symbol_values, value_of
 from gt_passes.analysis.collectives import is_collective
 from gt_passes.analysis.outlined_region import nodes_with_bodies
+
+
+class _UnknownSizeError(Exception):
+    """Something has neither a value nor a hint."""
 
 
 class SymbolSizes:
@@ -33,6 +38,7 @@ class SymbolSizes:
         self._assumed = assumed
         self._resolved: dict[int, tuple[Any, int]] = {}
         self._evaluated: dict[Any, int] = {}
+        self._guessed: dict[Any, int] = {}
         self._assumed_symbols: dict[str, None] = {}
 
     @property
@@ -49,42 +55,61 @@ class SymbolSizes:
         """Take values of further symbols, before anything asks for these."""
         self._sizes.update(sizes)
 
-    def knows(self, size: int | torch.SymInt) -> bool:
-        """Whether nothing would have to be assumed for a size."""
-        if not isinstance(size, torch.SymInt):
-            return True
-        traced = traced_symbol_values(size)
-        return all(
-            symbol in traced or str(symbol) in self._sizes for symbol in size.node.expr.free_symbols
-        )
-
     def number(self, size: int | torch.SymInt) -> int:
         """The size as a number."""
+        known = self.known_number(size)
+        if known is not None:
+            return known
+        expression: Any = size.node.expr  # type: ignore[union-attr]  # a SymInt: not known
+        if expression not in self._guessed:
+            values = traced_symbol_values(size)  # type: ignore[arg-type]
+            self._guessed[expression] = self._evaluate(expression, values, self._assumed)
+        return self._guessed[expression]
+
+    def known_number(self, size: int | torch.SymInt) -> int | None:
+        """The size as a number; None if something would have to be assumed for it."""
         if not isinstance(size, torch.SymInt):
             return int(size)
         # By the node, since asking it for its expression simplifies that anew. Kept, so that no
         # other node gets its address.
-        known = self._resolved.get(id(size.node))
-        if known is None:
-            known = (size.node, self._evaluate(size))
-            self._resolved[id(size.node)] = known
-        return known[1]
-
-    def _evaluate(self, size: torch.SymInt) -> int:
+        resolved = self._resolved.get(id(size.node))
+        if resolved is not None:
+            return resolved[1]
         expression: Any = size.node.expr
-        if expression in self._evaluated:
-            return self._evaluated[expression]
-        traced, values = traced_symbol_values(size), {}
-        for symbol in expression.free_symbols:
-            name = str(symbol)
-            if name in self._sizes:
-                values[symbol] = self._sizes[name]
-            elif symbol in traced:
-                values[symbol] = traced[symbol]
-            else:
-                values[symbol] = self._assumed
-                self._assumed_symbols[name] = None
-        return self._evaluated.setdefault(expression, int(expression.xreplace(values)))
+        number = self._evaluated.get(expression)
+        if number is None:
+            try:
+                number = self._evaluate(expression, traced_symbol_values(size), None)
+            except _UnknownSizeError:
+                return None
+            self._evaluated[expression] = number
+        self._resolved[id(size.node)] = (size.node, number)
+        return number
+
+    def _evaluate(self, expression: Any, traced: Mapping[Any, int], assumed: int | None) -> int:
+        """As ``xreplace`` does, without an expression for each term of a long sum."""
+        if expression.is_Symbol:
+            return self._value(expression, traced, assumed)
+        if expression.is_Integer:
+            return int(expression)
+        if expression.is_Add:
+            return sum([self._evaluate(each, traced, assumed) for each in expression.args])
+        if expression.is_Mul and all(each.is_Integer or each.is_Symbol for each in expression.args):
+            return math.prod([self._evaluate(each, traced, assumed) for each in expression.args])
+        symbols = expression.free_symbols
+        values = {symbol: self._value(symbol, traced, assumed) for symbol in symbols}
+        return int(expression.xreplace(values))
+
+    def _value(self, symbol: Any, traced: Mapping[Any, int], assumed: int | None) -> int:
+        name = symbol.name
+        if name in self._sizes:
+            return self._sizes[name]
+        if symbol in traced:
+            return int(traced[symbol])
+        if assumed is None:
+            raise _UnknownSizeError
+        self._assumed_symbols[name] = None
+        return assumed
 
 
 def balanced_exchange_sizes(
@@ -103,7 +128,7 @@ def balanced_exchange_sizes(
     Returns:
         Values by symbol name.
     """
-    found = dict(sizes or {})
+    known = SymbolSizes(sizes)
     for node in nodes_with_bodies(graph_module):
         if not is_collective(node) or "all_to_all" not in str(node.target):
             continue
@@ -113,13 +138,14 @@ def balanced_exchange_sizes(
         if given.ndim == 0 or taken.ndim == 0:
             continue
         received = taken.shape[0]
-        known = SymbolSizes(found)
-        if known.knows(received) or not known.knows(given.shape[0]):
+        if known.known_number(received) is not None:
+            continue
+        rows = known.known_number(given.shape[0])
+        if rows is None:
             continue
         expression: Any = received.node.expr  # type: ignore[attr-defined]  # a SymInt: not known
-        symbols = sorted(map(str, expression.free_symbols))
-        missing = [name for name in symbols if name not in found]
-        rows = known.number(given.shape[0]) - sum(found.get(name, 0) for name in symbols)
-        for name in missing:
-            found[name] = max(0, rows) // len(missing)
-    return found
+        symbols = sorted(symbol.name for symbol in expression.free_symbols)
+        missing = [name for name in symbols if name not in known.sizes]
+        rows -= sum(known.sizes.get(name, 0) for name in symbols)
+        known.add(dict.fromkeys(missing, max(0, rows) // len(missing)))
+    return dict(known.sizes)

@@ -35,17 +35,18 @@ from typing import Any, Literal
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_aggregate
 
 from gt_config import EpChunkDim
 from gt_config.node_keys import ChunkAnnotation, ChunkRole, ModuleAnnotation, PhaseAnnotation
 from gt_passes._torch_internals import FakeTensorMode, quiet_fake_execution, value_of
-from gt_passes.analysis.node_calls import evaluate
 from gt_passes.analysis.symbol_bindings import bind_symbols_anew
 from gt_passes.analysis.tensor_signature import signature
 from gt_passes.ep_overlap.chunk_plan import ChunkPlan, plan_chunks
 from gt_passes.ep_overlap.chunk_states import Layout, Partial, Sharded, State, Whole, layout_of
 from gt_passes.ep_overlap.chunked_nodes import Region, find_chunked_nodes
+from gt_passes.ep_overlap.exchanged_values import ExchangedValues
 from gt_passes.ep_overlap.rule_calls import Scaled
 from gt_passes.errors import GraphChunkingError
 from gt_trace.node_metadata import write_annotation
@@ -120,7 +121,7 @@ def chunk_graph(
     ends = [chunked.extent * index // num_chunks for index in range(num_chunks + 1)]
     sizes = tuple(end - start for start, end in itertools.pairwise(ends))
     with quiet_fake_execution(fake_mode, learns_sizes=True):
-        writer = _Writer(graph_module.graph, plan, sizes)
+        writer = _Writer(graph_module.graph, plan, sizes, fake_mode.shape_env)
         writer.run()
     return GraphChunks(
         regions=tuple((region.root, region.direction) for region in plan.regions),
@@ -133,11 +134,14 @@ def chunk_graph(
 class _Writer:
     """Writes the graph anew, in its place: what runs once keeps its node."""
 
-    def __init__(self, graph: Graph, plan: ChunkPlan, sizes: tuple[int, ...]) -> None:
+    def __init__(
+        self, graph: Graph, plan: ChunkPlan, sizes: tuple[int, ...], shape_env: ShapeEnv | None
+    ) -> None:
         self._graph = graph
         self._output = graph.output_node()
         self._plan = plan
         self._sizes = sizes
+        self._evaluated = ExchangedValues(shape_env)
         self._region_of = {node: r for r, nodes in plan.regions.items() for node in nodes}
         self._whole: dict[Node, Node] = {}
         self._restrided: set[Node] = set()
@@ -154,6 +158,7 @@ class _Writer:
                 self._write_outside(unit)
         for node in reversed(self._region_of):
             self._graph.erase_node(node)
+        self._evaluated.restore(self._graph.nodes)
 
     # What runs once.
 
@@ -171,7 +176,7 @@ class _Writer:
         self._whole[node] = node
         if not self._restrided.isdisjoint(node.all_input_nodes):
             before = signature(value_of(node))
-            node.meta["val"] = evaluate(node)
+            node.meta["val"] = self._evaluated.value(node)
             bind_symbols_anew(node)
             if signature(value_of(node)) != before:
                 self._restrided.add(node)
@@ -219,7 +224,7 @@ class _Writer:
         write_annotation(new, _annotation(region, "body", chunk))
         where = f"{node.name} ({node.target}) in {region}"
         try:
-            new.meta["val"] = evaluate(new)
+            new.meta["val"] = self._evaluated.value(new)
             bind_symbols_anew(new)
         except Exception as error:
             problem = f"does not run on chunk {chunk}: {str(error).strip().splitlines()[0]}"
@@ -299,7 +304,7 @@ class _Writer:
         write_annotation(new, ModuleAnnotation(fqn=region.root))
         write_annotation(new, PhaseAnnotation(phase=region.direction))
         write_annotation(new, _annotation(region, role))
-        new.meta["val"] = evaluate(new)
+        new.meta["val"] = self._evaluated.value(new)
         return new
 
     def _call(self, target: Any, args: Any, kwargs: Any, *, name: str) -> Node:

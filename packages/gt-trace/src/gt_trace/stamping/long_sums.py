@@ -9,6 +9,7 @@ told the whole expressions afterwards.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -32,6 +33,11 @@ class LongSums:
         self._stand_ins: dict[tuple[Any, Any], Any] = {}
         self._parts: dict[Any, tuple[Any, Any] | None] = {}  # factor and terms of a long sum
         self._sizes: list[tuple[torch.SymInt, Any]] = []
+
+    @property
+    def terms(self) -> dict[Any, Any]:
+        """The sums, by the symbols that stand for them."""
+        return {symbol: terms for (terms, _), symbol in self._stand_ins.items()}
 
     def shortened(self, expression: Any, unit: Any) -> Any:
         """An expression with one symbol for each long sum of sizes.
@@ -89,8 +95,10 @@ class LongSums:
     def _stand_in(self, terms: Any, unit: Any) -> Any:
         known = self._stand_ins.get((terms, unit))
         if known is None:
-            known = stand_in_symbol(len(self._stand_ins))
+            ranges = self._shape_env.var_to_range
+            numbered = map(stand_in_symbol, itertools.count(len(self._stand_ins)))
+            known = next(each for each in numbered if each not in ranges)  # others have theirs
             self._stand_ins[terms, unit] = known
             largest = sympy_of_torch().Integer(2**62)
-            self._shape_env.var_to_range[known] = value_range(0, largest)
+            ranges[known] = value_range(0, largest)
         return known
