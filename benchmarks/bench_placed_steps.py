@@ -59,7 +59,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the workloads, print the table, write the file."""
     options = _parse(arguments)
     report = Report(benchmark="placed_steps")
-    report.notes.append("All rows are simulated on H100 SXM; a ratio below 1 favors the plan.")
+    if options.add:
+        report.continue_from(options.json)
+    else:
+        report.notes.append("All rows are simulated on H100 SXM; a ratio below 1 favors the plan.")
     for entry in workloads():
         if options.workload in entry.config:
             with device.intended_for("cuda"):
@@ -155,6 +158,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument(
+        "--add",
+        action="store_true",
+        help="to what the file has already, of today: large sizes take a run of their own each",
+    )
+    parser.add_argument(
         "--workload", default="", help="only configurations whose name contains this"
     )
     parser.add_argument(
@@ -170,7 +178,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--plan",
         help="placement.json of a dry run of the one workload: nothing is searched for again",
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.add and options.json is None:
+        parser.error("--add needs --json FILE")
+    return options
 
 
 if __name__ == "__main__":

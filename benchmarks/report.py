@@ -120,6 +120,24 @@ class Report:
     notes: list[str] = field(default_factory=list)
     """What a reader must know to trust the rows: checks that passed, conditions of the run."""
 
+    earlier: dict[str, list[Any]] = field(default_factory=dict)
+    """Notes and rows, as records, of workloads that an earlier run of the same day measured."""
+
+    def continue_from(self, path: Path) -> None:
+        """Take over what a file has of other workloads, before this run's come to it.
+
+        Args:
+            path: of a file that this benchmark wrote today, with the same versions.
+
+        Raises:
+            ValueError: it is of another benchmark, day or version.
+        """
+        found, own = json.loads(path.read_text()), self.to_record()
+        differing = [key for key in ("benchmark", "date", "versions") if found[key] != own[key]]
+        if differing:
+            raise ValueError(f"{path} is not of this run's {' and '.join(differing)}")
+        self.earlier = {key: found[key] for key in ("notes", "rows")}
+
     def table(self) -> str:
         """The rows in columns, one workload after another."""
         header = ("metric", "unit", "ours", "peer's", "peer", "ratio", "goal")
@@ -144,8 +162,8 @@ class Report:
             "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
             "machine": _machine(),
             "versions": _versions(),
-            "notes": self.notes,
-            "rows": [row.to_record() for row in self.rows],
+            "notes": [*self.earlier.get("notes", ()), *self.notes],
+            "rows": [*self.earlier.get("rows", ()), *(row.to_record() for row in self.rows)],
         }
 
     def write(self, path: Path) -> None:

@@ -82,3 +82,22 @@ def test_the_file_holds_machine_versions_and_rows(report, tmp_path: Path):
     assert record["rows"][0]["ours"] == 2.0
     assert record["machine"]["cores"] >= 1
     assert "torch" in record["versions"]
+
+
+def test_a_run_adds_to_the_file_of_an_earlier_one_of_the_same_day(report, tmp_path):
+    path = tmp_path / "b.json"
+    first = report.Report(benchmark="b", notes=["first"], rows=[row(report)])
+    first.write(path)
+    second = report.Report(benchmark="b", notes=["second"], rows=[row(report, workload="v")])
+    second.continue_from(path)
+    second.write(path)
+    assert json.loads(path.read_text())["notes"] == ["first", "second"]
+    assert [each["workload"] for each in json.loads(path.read_text())["rows"]] == ["w", "v"]
+
+
+def test_a_run_does_not_add_to_another_benchmark_or_day(report, tmp_path):
+    path = tmp_path / "b.json"
+    record = report.Report(benchmark="b").to_record()
+    path.write_text(json.dumps({**record, "date": "2020-01-01"}))
+    with pytest.raises(ValueError, match=r"^.*b\.json is not of this run's benchmark and date$"):
+        report.Report(benchmark="c").continue_from(path)
