@@ -11,6 +11,7 @@ import pytest
 from plan_doubles import DDP, FSDP, TENSOR_PARALLEL, P, plan_by_hand
 
 from gt_autoparallel.plan.numbers_as_text import size_text
+from gt_autoparallel.plan.page_style import STYLE
 from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.plan.report import plan_report
 from gt_autoparallel.plan.report_page import report_page, write_report_page
@@ -149,3 +150,9 @@ def test_the_page_is_for_phones_and_for_the_dark_too(plan):
     assert '<meta name="viewport" content="width=device-width, initial-scale=1"/>' in page
     assert "color-scheme: light dark" in page
     assert "@media (max-width: 700px)" in page
+
+
+def test_a_colour_means_one_thing() -> None:
+    colours = dict(re.findall(r"i\.(\w+) { background: (#\w+) }", STYLE))
+    assert colours.pop("parameters") == colours["held"]  # what rank 0 holds
+    assert len({*colours.values()}) == len(colours)

@@ -19,9 +19,9 @@ dt, .words, .times, p.note { opacity: .75 }
 .bar.memory { height: 1.6rem; border: 1px solid var(--line) }
 i.held { background: #3b7dd8 } i.sum { background: #e08a2b } i.compute { background: #3a9d5d }
 i.hidden { background: #9b5fc0 } i.exposed { background: #d0453e }
-i.parameters { background: #3b7dd8 } i.gradients { background: #3a9d5d }
-i.optimizer_state { background: #2aa3a3 } i.saved_activations { background: #e08a2b }
-i.recomputed { background: #9b5fc0 } i.loss { background: #d0453e }
+i.parameters { background: #3b7dd8 } i.gradients { background: #b8437f }
+i.optimizer_state { background: #2aa3a3 } i.saved_activations { background: #d9b93b }
+i.recomputed { background: #6b5bd2 } i.loss { background: #e59aa5 }
 i.gathered_ahead { background: #7a8794 } i.in_flight { background: #a6553a }
 .step { display: flex; align-items: flex-end; height: 9rem; border-bottom: 1px solid var(--line) }
 .step div { flex: 1; height: 100%; display: flex; flex-direction: column-reverse }

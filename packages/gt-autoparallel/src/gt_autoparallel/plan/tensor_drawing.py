@@ -26,11 +26,14 @@ def tensor_drawing(tensor: DrawnTensor, mesh: MeshShape) -> str:
     """An SVG of a tensor as the mesh cuts it.
 
     The first dim goes down and the last one across; what is cut along those between lies behind one
-    another. A tensor that every rank holds whole is filled, and one of which ranks hold parts of a
-    sum has another colour. Where there are too many cuts to see, some are drawn.
+    another. Dims of one element are not drawn, so that a vector always goes down. A tensor that
+    every rank holds whole is filled, and one of which ranks hold parts of a sum has another colour.
+    Where there are too many cuts to see, some are drawn.
     """
-    rows, columns = _sides(tensor.shape)
-    counts = shard_counts(len(tensor.shape), tensor.layout, mesh)
+    dims = [dim for dim, size in enumerate(tensor.shape) if size != 1]
+    rows, columns = _sides(tuple(tensor.shape[dim] for dim in dims))
+    cuts = shard_counts(len(tensor.shape), tensor.layout, mesh)
+    counts = [cuts[dim] for dim in dims]
     down = counts[0] if counts else 1
     across = counts[-1] if len(counts) > 1 else 1
     behind = prod(counts[1:-1])
