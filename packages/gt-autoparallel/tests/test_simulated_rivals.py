@@ -25,7 +25,7 @@ from gt_autoparallel import (
     read_plan,
     write_plan,
 )
-from gt_autoparallel.errors import SolverError
+from gt_autoparallel.errors import SolverError, UnrunnablePlanError
 from gt_autoparallel.expert_table import expert_plans
 from gt_autoparallel.graph.redistribution import RedistributionStep
 from gt_autoparallel.planner import Planner
@@ -107,6 +107,28 @@ def test_of_equally_fast_steps_the_planners_own_is_taken() -> None:
     assert taken == own()
     assert taken.judgement is not None
     assert taken.judgement.chosen == OWN
+
+
+@pytest.mark.usefixtures("everybody")
+def test_a_plan_of_which_no_step_can_be_made_is_not_taken_and_the_judgement_says_why() -> None:
+    def judge(plan: PlacementPlan) -> JudgedStep:
+        if plan == own():
+            raise UnrunnablePlanError("its tokens come in no chunks")
+        return JudgedStep(step_us=1.0, peak_bytes=plan.memory.total, fits=True)
+
+    taken = with_rivals(planner(), own(), judge, relative_gap=0.0, time_limit_seconds=60.0)
+    first, *others = _candidates(taken)
+    assert str(first) == f"{OWN}: not simulated: its tokens come in no chunks"
+    assert taken.judgement is not None
+    assert taken.judgement.chosen == next(each.name for each in others if each.step is not None)
+
+
+def test_where_no_step_can_be_made_of_any_plan_the_error_has_all_reasons() -> None:
+    def judge(plan: PlacementPlan) -> JudgedStep:
+        raise UnrunnablePlanError("its tokens come in no chunks")
+
+    with pytest.raises(UnrunnablePlanError, match=f"{OWN}: not simulated: its tokens.*; .*FSDP: "):
+        with_rivals(planner(), own(), judge, relative_gap=0.0, time_limit_seconds=60.0)
 
 
 @pytest.mark.parametrize("is_searched", [False, True])

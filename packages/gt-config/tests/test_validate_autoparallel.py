@@ -88,14 +88,29 @@ def test_autoparallel_needs_no_joint_graph():
     assert found(CompileConfig(autoparallel=True, mode="none")) == ()
 
 
-def test_autoparallel_refuses_ep_overlap():
-    config = dataclasses.replace(overlap(), autoparallel=True)
+def test_chunks_of_a_placed_model_are_made_on_its_graph():
+    on_graph = dataclasses.replace(overlap(), autoparallel=True)
+    assert found(on_graph, EP_TOPOLOGY) == ()
+    eager = dataclasses.replace(overlap(strategy="eager"), autoparallel=True)
+    assert only(eager, EP_TOPOLOGY) == Violation(
+        flag="--compile.ep_overlap.strategy",
+        value="eager",
+        allowed="'graph' with --compile.autoparallel: the other cuts the calls of modules, and a "
+        "placed model calls none, but runs a planned program",
+        fix="use --compile.ep_overlap.strategy graph",
+    )
+
+
+def test_the_autoparallel_backend_has_an_order_of_its_own():
+    config = dataclasses.replace(
+        overlap(), autoparallel=True, inductor_compilation="autoparallel_backend"
+    )
     assert only(config, EP_TOPOLOGY) == Violation(
         flag="--compile.ep_overlap.enabled",
         value=True,
-        allowed="False with --compile.autoparallel: chunks are cut along one dim of a batch, and a "
-        "plan may cut it along another",
-        fix="turn EP overlap off, or drop --compile.autoparallel",
+        allowed="False with --compile.inductor_compilation autoparallel_backend, which orders "
+        "collectives and computation of the whole step for itself",
+        fix="turn EP overlap off, or leave --compile.inductor_compilation out",
     )
 
 

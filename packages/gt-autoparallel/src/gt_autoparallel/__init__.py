@@ -34,6 +34,7 @@ from gt_autoparallel.errors import (
     OpenSearchWarning,
     PlacementError,
     PlanMismatchError,
+    UnrunnablePlanError,
 )
 from gt_autoparallel.expert_table import expert_plans, expert_table
 from gt_autoparallel.explanation import explain, explain_parameters
@@ -100,6 +101,7 @@ __all__ = [
     "PlanJudgement",
     "PlanMismatchError",
     "SharedPlan",
+    "UnrunnablePlanError",
     "__version__",
     "allow_evaluation",
     "apply_plan",

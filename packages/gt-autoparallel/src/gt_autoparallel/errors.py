@@ -8,6 +8,7 @@
     │   │   └── UnsupportedOperatorError    an operator has no rule
     │   └── ConstraintError             a constraint names or asks for what does not exist
     ├── InfeasiblePlacementError        no plan satisfies constraints and memory budget
+    ├── UnrunnablePlanError             a step placed by a plan cannot be made
     ├── PlanMismatchError               a saved plan is damaged, or made for something else
     ├── AuditError                      a plan's cost is not what the solver said: our bug
     └── SolverError                     the solver gave no answer
@@ -42,6 +43,10 @@ class ConstraintError(PlacementInputError):
 
 class InfeasiblePlacementError(PlacementError):
     """No plan satisfies constraints and memory budget; the message says which and by how much."""
+
+
+class UnrunnablePlanError(PlacementError):
+    """No step can be made of a model that a plan has placed, as it is asked for; for judges."""
 
 
 class PlanMismatchError(PlacementError, ValueError):

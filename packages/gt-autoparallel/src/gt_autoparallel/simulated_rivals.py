@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from gt_autoparallel.audit import audit_plan
-from gt_autoparallel.errors import InfeasiblePlacementError, SolverError
+from gt_autoparallel.errors import InfeasiblePlacementError, SolverError, UnrunnablePlanError
 from gt_autoparallel.expert_table import ExpertPlan, expert_plans
 from gt_autoparallel.plan.judgement import Candidate, JudgedStep, PlanJudgement, fastest
 from gt_autoparallel.plan.placement_plan import PlacementPlan
@@ -39,7 +39,12 @@ class Judge(Protocol):
     """Simulates the step of a plan: places a model by it, captures it, and prices the capture."""
 
     def __call__(self, plan: PlacementPlan, /) -> JudgedStep:
-        """Time and memory of the step; whatever it raises ends the search."""
+        """Time and memory of the step.
+
+        Raises:
+            UnrunnablePlanError: this plan is not to be taken. Whatever else is raised ends the
+                search.
+        """
         ...
 
 
@@ -65,24 +70,38 @@ def with_rivals(
         time_limit_seconds: for each rival's search.
 
     Raises:
-        Exception: whatever ``judge`` raises.
+        UnrunnablePlanError: no step can be made of any of them; it says of each why.
+        Exception: whatever else ``judge`` raises.
     """
     plans = {OWN: plan}
-    candidates = [Candidate(name=OWN, objective_us=plan.objective_us, step=judge(plan))]
+    candidates = [_judged(judge, OWN, plan)]
     for rival in _rivals(planner, plan, relative_gap, time_limit_seconds):
         found, same = rival.plan, None
         if found is not None:
             same = next((name for name, known in plans.items() if _is_same(known, found)), None)
         reason = _reason_against(rival, plan, same)
-        cost = None if found is None else found.objective_us
-        step = None
-        if found is not None and not reason:
+        if found is None or reason:
+            cost = None if found is None else found.objective_us
+            candidate = Candidate(name=rival.name, objective_us=cost, step=None, reason=reason)
+        else:
             plans[rival.name] = found
-            step = judge(found)
-        candidates.append(Candidate(name=rival.name, objective_us=cost, step=step, reason=reason))
+            candidate = _judged(judge, rival.name, found)
+        candidates.append(candidate)
+    if all(each.step is None for each in candidates):
+        raise UnrunnablePlanError("; ".join(map(str, candidates)))
     chosen = fastest(candidates).name
     judgement = PlanJudgement(chosen=chosen, candidates=tuple(candidates))
     return replace(plans[chosen], judgement=judgement)
+
+
+def _judged(judge: Judge, name: str, plan: PlacementPlan) -> Candidate:
+    step: JudgedStep | None = None
+    reason = ""
+    try:
+        step = judge(plan)
+    except UnrunnablePlanError as error:
+        reason = f"not simulated: {error}"
+    return Candidate(name=name, objective_us=plan.objective_us, step=step, reason=reason)
 
 
 def _rivals(

@@ -97,6 +97,16 @@ def test_what_was_gathered_is_cut_between_walks_and_joined_along_another_dimensi
     assert joined.judge([Sharded(Layout(dim=0))] * 2).state == Sharded(Layout(dim=0))
 
 
+@pytest.mark.parametrize(("start", "end", "outer"), [(0, EXTENT, 1), (EXTENT, 2**63 - 1, 3)])
+def test_of_what_was_gathered_a_rank_takes_walks_that_are_its_own(
+    start: int, end: int, outer: int
+) -> None:
+    taken = Operation(aten.slice.Tensor, torch.cat([X, X + 1]), 0, start, end)
+    states: list[State] = [Sharded(Layout(dim=0, outer=4))]
+    assert taken.judge(states).state == Sharded(Layout(dim=0, outer=outer))
+    assert taken.wrong_results(states, SIZES) == []
+
+
 def test_what_will_be_scattered_is_joined_walk_by_walk() -> None:
     joined = Operation(aten.cat.default, [*X.split(EXTENT), X], 0)
     states: list[State] = [Sharded(Layout(dim=0)), Sharded(Layout(dim=0)), TWICE]
@@ -106,8 +116,13 @@ def test_what_will_be_scattered_is_joined_walk_by_walk() -> None:
 
 @pytest.mark.parametrize(
     "operation",
-    [Operation(aten.split.Tensor, X, 2, 0), Operation(aten.split.Tensor, X, 3, 0)],
-    ids=["half a walk", "uneven"],
+    [
+        Operation(aten.split.Tensor, X, 2, 0),
+        Operation(aten.split.Tensor, X, 3, 0),
+        Operation(aten.slice.Tensor, X, 0, 0, EXTENT - 1),
+        Operation(aten.slice.Tensor, X, 0, 0, 2 * EXTENT, 2),
+    ],
+    ids=["half a walk", "uneven", "less than a walk", "every second"],
 )
 def test_refuses_to_cut_within_a_walk(operation: Operation) -> None:
     with pytest.raises(NotProvenError, match="it works along dim 0, which is chunked"):

@@ -72,10 +72,10 @@ def test_no_configuration_of_the_catalog_is_refused_where_it_is_meant_to_run(con
         refuse_early(command, INTENDED_WORLD_SIZE.get(config, 1))
 
 
-def test_overlap_that_was_asked_for_is_refused_with_a_solver():
+def test_overlap_of_eager_calls_is_refused_with_a_solver():
     given = ["--config", "deepseek_v3_671b_pp", "--compile.autoparallel"]
-    found = early_text([*given, "--compile.ep_overlap.enabled"], 2048)
-    assert "--compile.ep_overlap.enabled is True\n     allowed: False with" in found
+    found = early_text([*given, "--compile.ep_overlap.strategy", "eager"], 2048)
+    assert "--compile.ep_overlap.strategy is 'eager'\n     allowed: 'graph' with" in found
 
 
 def test_the_message_names_everything_and_says_what_was_not_looked_at_yet():

@@ -1,10 +1,16 @@
-"""The best plan yet of a search is in a file, whenever the search is ended."""
+"""The best plan yet of a search is in a file, whenever the search is ended; some are no plans."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
-from gt_autoparallel import JudgedStep
+import pytest
+
+from gt_autoparallel import JudgedStep, UnrunnablePlanError
+from gt_passes.errors import GraphChunkingError
 from gt_trainer.dry_run import step_judge
+from gt_trainer.trainer import GraphTrainer
 
 
 def judged(steps, monkeypatch):
@@ -45,3 +51,23 @@ def test_what_fits_is_better_than_what_does_not(monkeypatch):
 
 def test_who_judges_nothing_keeps_nothing():
     assert step_judge.keeping_the_best(None, Path("best")) is None
+
+
+def test_a_plan_whose_step_cannot_run_in_chunks_is_not_to_be_taken(monkeypatch):
+    for name in ("meta_model", "place_by_plan", "expert_blocks", "step_of_placed", "SharedPlan"):
+        monkeypatch.setattr(step_judge, name, lambda *args, **kwargs: Mock())
+
+    def simulate(step):
+        raise GraphChunkingError(
+            ["exp (aten.exp.default) in the forward of layers.0: no", "others"]
+        )
+
+    config = GraphTrainer.Config()
+    config.compile = replace(config.compile, autoparallel=True)
+    new_judge = step_judge.step_judge(config, simulate)
+    assert new_judge is not None
+    with pytest.raises(UnrunnablePlanError) as error:
+        new_judge(Mock(), Mock())(Mock())
+    assert str(error.value) == (
+        "its step cannot run in chunks: exp (aten.exp.default) in the forward of layers.0: no"
+    )

@@ -104,6 +104,7 @@ def _a_saved_plan_is_applied_and_not_searched(subject: Subject) -> Iterator[Viol
     "config.mode",
     "config.inductor_compilation",
     "config.ep_overlap.enabled",
+    "config.ep_overlap.strategy",
     "topology.cp",
 )
 def _autoparallel_does_without(subject: Subject) -> Iterator[Violation]:
@@ -118,13 +119,21 @@ def _autoparallel_does_without(subject: Subject) -> Iterator[Violation]:
             "backward are one graph already",
             fix="use --compile.mode aot_fx_trace",
         )
-    if config.ep_overlap.enabled:
+    if config.ep_overlap.enabled and config.ep_overlap.strategy == "eager":
+        yield violation(
+            subject,
+            "config.ep_overlap.strategy",
+            allowed="'graph' with --compile.autoparallel: the other cuts the calls of modules, and "
+            "a placed model calls none, but runs a planned program",
+            fix="use --compile.ep_overlap.strategy graph",
+        )
+    if config.ep_overlap.enabled and config.inductor_compilation == "autoparallel_backend":
         yield violation(
             subject,
             "config.ep_overlap.enabled",
-            allowed="False with --compile.autoparallel: chunks are cut along one dim of a batch, "
-            "and a plan may cut it along another",
-            fix="turn EP overlap off, or drop --compile.autoparallel",
+            allowed="False with --compile.inductor_compilation autoparallel_backend, which orders "
+            "collectives and computation of the whole step for itself",
+            fix="turn EP overlap off, or leave --compile.inductor_compilation out",
         )
     if subject.topology.cp > 1:
         yield violation(

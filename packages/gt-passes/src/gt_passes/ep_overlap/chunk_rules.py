@@ -30,7 +30,7 @@ from gt_passes.ep_overlap.chunk_states import (
     layout_in_view,
     layout_of,
 )
-from gt_passes.ep_overlap.collective_rules import cut_between_walks, join_of_walks
+from gt_passes.ep_overlap.collective_rules import cut_between_walks, join_of_walks, slice_of_walks
 from gt_passes.ep_overlap.rule_calls import (
     RULES,
     NotProvenError,
@@ -199,6 +199,8 @@ def _view(call: RuleCall) -> RuleOutcome:
         return call.outcome([state] * len(call.results))
     if call.node.target is aten.split.Tensor and (cut := cut_between_walks(call)) is not None:
         return cut
+    if call.node.target is aten.slice.Tensor and (part := slice_of_walks(call)) is not None:
+        return part
     numbers = [value_of(node) for node in call.operands[1:]]
     if not all(isinstance(size, int) for sizes in (shape, numbers, *call.shapes) for size in sizes):
         return call.outcome([Local()] * len(call.results))

@@ -85,14 +85,14 @@ def find_chunked_nodes(
         for source in node.all_input_nodes:
             if source in dependent and source not in candidates:
                 entering.setdefault(source, node)
-    batch, sequence = _extents(entering, candidates)
-    layouts = _entry_layouts(entering, batch=batch, sequence=sequence, chunk_dim=chunk_dim)
+    shapes, extent = _token_shapes(entering, chunk_dim)
+    layouts = _entry_layouts(entering, shapes=shapes, extent=extent, chunk_dim=chunk_dim)
     aliases = AliasClasses(graph_module.graph)
     chunked = _depending_on_chunks(candidates, layouts, aliases)
     return ChunkedNodes(
         region_of={node: candidates[node] for node in nodes if node in chunked},
         entries=layouts,
-        extent=batch if chunk_dim == "batch" else sequence,
+        extent=extent,
         aliases=aliases,
     )
 
@@ -183,34 +183,53 @@ def _with_sums(
     return {node: found[node] for node in nodes if node in found}
 
 
-def _extents(entering: Mapping[Node, Node], region_of: Mapping[Node, Region]) -> tuple[int, int]:
-    """Batch and sequence of the modules' inputs."""
+def _token_shapes(
+    entering: Collection[Node], chunk_dim: EpChunkDim
+) -> tuple[set[tuple[int, int]], int]:
+    """Batch and sequence of the modules' inputs, and the smallest extent of the chunked one.
+
+    Where ranks share samples or sequences, an input may be whole and another one this rank's part.
+    """
+    dim = 0 if chunk_dim == "batch" else 1
     shapes: dict[tuple[int, int], Node] = {}
-    for source, reader in entering.items():
+    for source in entering:
         value = value_of(source)
-        if region_of[reader].direction != "forward" or not isinstance(value, torch.Tensor):
-            continue
-        if value.is_floating_point() and value.ndim == 3:
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim == 3:
             shapes.setdefault((value.shape[0], value.shape[1]), source)
-    if len(shapes) != 1:
+    extent = min((shape[dim] for shape in shapes), default=0)
+    if not extent or any(shape[dim] % extent for shape in shapes):
         found = ", ".join(f"{node.name} {shape}" for shape, node in shapes.items())
-        problem = "the modules need inputs (batch, sequence, model) of one shape; found "
+        problem = (
+            "the modules need inputs (batch, sequence, model) in which each "
+            f"{chunk_dim} is the smallest or several times that; found "
+        )
         raise GraphChunkingError([problem + (found or "none")])
-    return next(iter(shapes))
+    return set(shapes), extent
 
 
 def _entry_layouts(
-    entering: Mapping[Node, Node], *, batch: int, sequence: int, chunk_dim: EpChunkDim
+    entering: Mapping[Node, Node],
+    *,
+    shapes: Collection[tuple[int, int]],
+    extent: int,
+    chunk_dim: EpChunkDim,
 ) -> dict[Node, Layout]:
-    """Where the extent stands in what enters, unless that is the same for all chunks."""
+    """Where the extent stands in what enters, unless that is the same for all chunks.
+
+    What was gathered of several ranks walks the extent once for each.
+    """
     known: dict[tuple[int, ...], Layout] = {}  # by what the shape begins with
-    if chunk_dim == "batch":
-        known[batch, sequence] = known[batch,] = Layout(dim=0)
-        known[batch * sequence,] = Layout(dim=0, inner=sequence)
-    else:
-        known[batch, sequence] = Layout(dim=1)
-        known[batch * sequence,] = Layout(dim=0, outer=batch)
+    for batch, sequence in sorted(shapes):
+        if chunk_dim == "batch":
+            outer = batch // extent
+            known[batch, sequence] = known[batch,] = Layout(dim=0, outer=outer)
+            known[batch * sequence,] = Layout(dim=0, outer=outer, inner=sequence)
+        else:
+            outer = sequence // extent
+            known[batch, sequence] = Layout(dim=1, outer=outer)
+            known[batch * sequence,] = Layout(dim=0, outer=batch * outer)
     num_tokens_dims = 1 if chunk_dim == "batch" else 2
+    tokens = " or ".join(f"batch {batch} and sequence {seq}" for batch, seq in sorted(shapes))
     layouts: dict[Node, Layout] = {}
     problems = []
     for node, reader in entering.items():
@@ -222,8 +241,7 @@ def _entry_layouts(
         elif shape and any(size != 1 for size in shape[:num_tokens_dims]):
             problems.append(
                 f"{node.name} of shape {shape} enters at {reader.name}, depends on the step's "
-                f"inputs, and has neither batch {batch} and sequence {sequence} in front nor the "
-                "same value for all chunks"
+                f"inputs, and has neither {tokens} in front nor the same value for all chunks"
             )
     if problems:
         raise GraphChunkingError(problems)

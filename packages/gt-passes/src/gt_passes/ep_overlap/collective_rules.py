@@ -81,6 +81,29 @@ def cut_between_walks(call: RuleCall) -> RuleOutcome | None:
     return call.outcome(list(found), args=args)
 
 
+def slice_of_walks(call: RuleCall) -> RuleOutcome | None:
+    """The outcome of a slice along the chunked dimension that takes walks of all of the extent.
+
+    None if it is none such. A rank takes its own samples so of those that were gathered.
+    """
+    source = call.operands[0]
+    state, sizes = call.state(source), call.shape(source)
+    dim = call.get("dim") % len(sizes)
+    start, end, step = (call.get(name) for name in ("start", "end", "step"))
+    is_part = isinstance(start, int) and isinstance(end, int) and step in (None, 1)
+    if not isinstance(state, Sharded) or state.layout.dim != dim or not is_part:
+        return None
+    walk = state.layout.inner * call.extent
+    start, end, _ = slice(start, end).indices(sizes[dim])
+    if start % walk or end % walk or end <= start:
+        return None
+    scaled = (Scaled(start // call.extent), Scaled(end // call.extent))
+    return call.outcome(
+        [Sharded(replace(state.layout, outer=(end - start) // walk))],
+        args=(call.node.args[0], dim, *scaled),
+    )
+
+
 def join_of_walks(call: RuleCall) -> RuleOutcome | None:
     """The outcome of a concatenation along the chunked dimension of parts that walk it alike.
 

@@ -13,7 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from gt_autoparallel import Judge, JudgedStep, PlacementPlan, SharedPlan, write_plan
+from gt_autoparallel import (
+    Judge,
+    JudgedStep,
+    PlacementPlan,
+    SharedPlan,
+    UnrunnablePlanError,
+    write_plan,
+)
+from gt_passes.errors import GraphChunkingError
 from gt_trace import flex_attention_on_cpu
 from gt_trainer.dry_run.fake_step import FakeStep, meta_model, step_of_placed
 from gt_trainer.dry_run.simulated_run import SimulatedRun
@@ -46,8 +54,12 @@ def step_judge(
                 expert_blocks(built.model),
                 SharedPlan(plan=plan, interface=interface),
             )
-            with flex_attention_on_cpu():
-                return judged_step(simulate(step_of_placed(config, built.model, built)))
+            try:
+                with flex_attention_on_cpu():
+                    return judged_step(simulate(step_of_placed(config, built.model, built)))
+            except GraphChunkingError as error:
+                reason = f"its step cannot run in chunks: {error.problems[0]}"
+                raise UnrunnablePlanError(reason) from error
 
         return judge
 

@@ -37,7 +37,7 @@ _PIPELINE = "of pipelines only two stages on one GPU have been replayed"
 _MICROBATCHES = "no GPU has replayed a step of several microbatches yet"
 _PLANNED = "the plan says what the backward computes and gathers again"
 _OVERLAP = "ep_overlap"
-_CUT = "chunks are cut along one dim of a batch, and a plan may cut it along another"
+_KEPT = "whether experts can run in chunks depends on what a plan keeps of them; ask for it to try"
 _SCALES = "a scale is a maximum over a tensor, and no rule says what that costs of a sharded one"
 _ACTIVATIONS = {
     "save_all": "activations kept",
@@ -82,7 +82,7 @@ def settle_defaults(
         config = replace(config, quantization=QuantizationConfig())
     asked_overlap = any(flag.startswith(_COMPILE + _OVERLAP) for flag in asked)
     if config.compile.autoparallel and config.compile.ep_overlap.enabled and not asked_overlap:
-        lines.append(f"{_COMPILE}{_OVERLAP}.enabled True gives way: {_CUT}")
+        lines.append(f"{_COMPILE}{_OVERLAP}.enabled True gives way: {_KEPT}")
         options = with_option(config.compile, _OVERLAP, _neutral(_OVERLAP))
         config = replace(config, compile=options)
     while open_options and (reasons := _reasons(config, world_size, open_options)):

@@ -1,0 +1,82 @@
+"""What enters chunked modules may be of one rank or of several: chunks are of the smallest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gt_config import EpChunkDim
+from gt_passes.ep_overlap import chunk_graph
+from gt_passes.errors import GraphChunkingError
+from gt_trace import TracedStep, trace_step
+
+BATCH, LENGTH, WIDTH = 4, 6, 3
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x_BLD: torch.Tensor, gathered: torch.Tensor, dim: int) -> torch.Tensor:
+        """Adds this rank's part, the second, of what was computed of two."""
+        own = (gathered @ self.weight.detach()).narrow(dim, x_BLD.shape[dim], x_BLD.shape[dim])
+        return (x_BLD @ self.weight).sin() + own
+
+
+class Model(nn.Module):
+    def __init__(self, dim: int, *, excess: int = 0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer()])
+        self.dim, self.excess = dim, excess
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gathered = torch.cat([x.cos(), x, x.narrow(self.dim, 0, self.excess)], self.dim)
+        result: torch.Tensor = self.layers[0](x, gathered, self.dim)
+        return result
+
+
+def traced(model: Model, x: torch.Tensor) -> TracedStep:
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        loss = model(x).square().sum()
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    return trace_step(step, module=model)(x)
+
+
+def chunked(step: TracedStep, chunk_dim: EpChunkDim) -> None:
+    chunk_graph(
+        step.graph_module,
+        patterns=["layers.*"],
+        fake_mode=step.fake_mode,
+        num_static_inputs=step.num_static_inputs,
+        chunk_dim=chunk_dim,
+    )
+    step.graph_module.recompile()
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["samples gathered", "sequences gathered"])
+@pytest.mark.parametrize("chunk_dim", ["batch", "seq"])
+def test_of_what_was_gathered_a_chunk_has_each_ranks_part(dim: int, chunk_dim: EpChunkDim) -> None:
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    model = Model(dim)
+    step = traced(model, x)
+    inputs: list[Any] = [*model.parameters(), x]
+    before = step.graph_module(*inputs)
+    chunked(step, chunk_dim)
+    for one, other in zip(before, step.graph_module(*inputs), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_refuses_inputs_whose_extents_are_no_multiples() -> None:
+    step = traced(Model(1, excess=1), torch.randn(BATCH, LENGTH, WIDTH))
+    with pytest.raises(GraphChunkingError) as error:
+        chunked(step, "seq")
+    assert str(error.value) == (
+        "the graph cannot be run in chunks:\n"
+        "  - the modules need inputs (batch, sequence, model) in which each seq is the smallest or "
+        "several times that; found cat (4, 13), a_x (4, 6)"
+    )
