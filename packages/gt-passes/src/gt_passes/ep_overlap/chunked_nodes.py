@@ -10,6 +10,7 @@ outside: gathered parameters, their casts and views, constants.
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -85,7 +86,7 @@ def find_chunked_nodes(
         for source in node.all_input_nodes:
             if source in dependent and source not in candidates:
                 entering.setdefault(source, node)
-    shapes, extent = _token_shapes(entering, chunk_dim)
+    shapes, extent = _token_shapes(entering, candidates, chunk_dim)
     layouts = _entry_layouts(entering, shapes=shapes, extent=extent, chunk_dim=chunk_dim)
     aliases = AliasClasses(graph_module.graph)
     chunked = _depending_on_chunks(candidates, layouts, aliases)
@@ -184,27 +185,36 @@ def _with_sums(
 
 
 def _token_shapes(
-    entering: Collection[Node], chunk_dim: EpChunkDim
+    entering: Mapping[Node, Node], region_of: Mapping[Node, Region], chunk_dim: EpChunkDim
 ) -> tuple[set[tuple[int, int]], int]:
-    """Batch and sequence of the modules' inputs, and the smallest extent of the chunked one.
+    """Batch and sequence of what enters the modules, and the extent of the chunked one.
 
-    Where ranks share samples or sequences, an input may be whole and another one this rank's part.
+    The extent is the smallest of a forward. Where ranks share samples or sequences, one input may
+    be whole and another this rank's part, and a gradient may be whole where no input is.
     """
     dim = 0 if chunk_dim == "batch" else 1
-    shapes: dict[tuple[int, int], Node] = {}
-    for source in entering:
+    forward: dict[tuple[int, int], Node] = {}
+    backward: set[tuple[int, int]] = set()
+    for source, reader in entering.items():
         value = value_of(source)
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim == 3:
-            shapes.setdefault((value.shape[0], value.shape[1]), source)
-    extent = min((shape[dim] for shape in shapes), default=0)
-    if not extent or any(shape[dim] % extent for shape in shapes):
-        found = ", ".join(f"{node.name} {shape}" for shape, node in shapes.items())
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.ndim != 3:
+            continue
+        shape = (value.shape[0], value.shape[1])
+        if shape == (1, 1):  # the same for all tokens
+            continue
+        if region_of[reader].direction == "forward":
+            forward.setdefault(shape, source)
+        else:
+            backward.add(shape)
+    extent = min((shape[dim] for shape in forward), default=0)
+    if not extent or any(shape[dim] % extent for shape in forward):
+        found = ", ".join(f"{node.name} {shape}" for shape, node in forward.items())
         problem = (
             "the modules need inputs (batch, sequence, model) in which each "
             f"{chunk_dim} is the smallest or several times that; found "
         )
         raise GraphChunkingError([problem + (found or "none")])
-    return set(shapes), extent
+    return {*forward, *(shape for shape in backward if shape[dim] % extent == 0)}, extent
 
 
 def _entry_layouts(
@@ -218,16 +228,7 @@ def _entry_layouts(
 
     What was gathered of several ranks walks the extent once for each.
     """
-    known: dict[tuple[int, ...], Layout] = {}  # by what the shape begins with
-    for batch, sequence in sorted(shapes):
-        if chunk_dim == "batch":
-            outer = batch // extent
-            known[batch, sequence] = known[batch,] = Layout(dim=0, outer=outer)
-            known[batch * sequence,] = Layout(dim=0, outer=outer, inner=sequence)
-        else:
-            outer = sequence // extent
-            known[batch, sequence] = Layout(dim=1, outer=outer)
-            known[batch * sequence,] = Layout(dim=0, outer=batch * outer)
+    known = _layouts_by_leading_dims(shapes, extent, chunk_dim)
     num_tokens_dims = 1 if chunk_dim == "batch" else 2
     tokens = " or ".join(f"batch {batch} and sequence {seq}" for batch, seq in sorted(shapes))
     layouts: dict[Node, Layout] = {}
@@ -246,6 +247,24 @@ def _entry_layouts(
     if problems:
         raise GraphChunkingError(problems)
     return layouts
+
+
+def _layouts_by_leading_dims(
+    shapes: Collection[tuple[int, int]], extent: int, chunk_dim: EpChunkDim
+) -> dict[tuple[int, ...], Layout]:
+    """By what a shape begins with; beginnings that may mean two things are left out."""
+    found: dict[tuple[int, ...], set[Layout]] = defaultdict(set)
+    for batch, sequence in shapes:
+        if chunk_dim == "batch":
+            outer = batch // extent
+            found[batch, sequence].add(Layout(dim=0, outer=outer))
+            found[batch,].add(Layout(dim=0, outer=outer))
+            found[batch * sequence,].add(Layout(dim=0, outer=outer, inner=sequence))
+        else:
+            outer = sequence // extent
+            found[batch, sequence].add(Layout(dim=1, outer=outer))
+            found[batch * sequence,].add(Layout(dim=0, outer=batch * outer))
+    return {leading: next(iter(each)) for leading, each in found.items() if len(each) == 1}
 
 
 def _depending_on_chunks(
