@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as distributed
 
+from gt_autoparallel import PlacedModel
 from gt_config import CompileConfig, EpOverlapConfig
 from gt_passes import SeparateExchangeGroup, SeparateReductionGroup
+from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.testing import fake_world
+from gt_trainer.placement.planned_mesh import planned_mesh
 from gt_trainer.steps.second_groups import create_second_groups
 
 NUM_RANKS = 32
 
 
-def dims_of(*, ep: int, world_size: int) -> ParallelDims:
+def dims_of(*, ep: int, world_size: int, tp: int = 1) -> ParallelDims:
     distributed.set_spmd_backend("partial_dtensor")
     dims = ParallelDims(
         dp_replicate=1,
-        dp_shard=world_size,
+        dp_shard=world_size // tp,
         cp=1,
-        tp=1,
+        tp=tp,
         pp=1,
         ep=ep,
         world_size=world_size,
@@ -65,4 +72,37 @@ def test_all_ranks_make_the_groups_of_the_same_axes_in_the_same_order(rank: int)
         f"gt_passes: reductions of {fsdp}",
         f"gt_passes: reductions of {efsdp}",
         f"gt_passes: exchanges of {ep}",
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+def test_exchanges_of_placed_experts_have_groups_of_their_own_whatever_their_axes(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a group over several axes too, and of a stage's, which a stage before it may have had."""
+    options = CompileConfig(autoparallel=True, ep_overlap=EpOverlapConfig(enabled=True))
+    with fake_world(rank=rank, world_size=8):
+        dims = dims_of(ep=8, tp=2, world_size=8)
+        mesh = planned_mesh(dims)
+        of_world = DeviceMesh.from_group(dist.new_group(range(8)), "cpu")
+        names = mesh.mesh_dim_names
+        assert names is not None
+        last = mesh[names[-1]]
+        parts = {
+            nn.Module(): PlacedModel(plan=Mock(), mesh=mesh, expert_meshes=meshes)
+            for meshes in ({}, {names: of_world}, {names[-1:]: last, names: of_world})
+        }
+        monkeypatch.setattr("gt_autoparallel.placed_model", parts.get)
+        given = create_second_groups(options, dims, [nn.Module(), *parts])
+        num_groups = len(dist.distributed_c10d._world.pg_map)
+        second = [
+            SeparateExchangeGroup().second_group(each.get_group().group_name)
+            for each in (of_world, last)
+        ]
+        assert len(dist.distributed_c10d._world.pg_map) == num_groups  # none was missing
+        axes = MeshAxes.of(groups={label: each.group_name for label, each in given.items()})
+        assert [axes.label_of_group(each) for each in second] == list(given)
+    assert list(given) == [
+        f"exchanges of experts over {' and '.join(names)}",
+        f"exchanges of experts over {names[-1]}",
     ]

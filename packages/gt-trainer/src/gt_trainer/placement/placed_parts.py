@@ -33,15 +33,40 @@ def expert_groups(options: CompileConfig, model: nn.Module) -> dict[str, str]:
 
     Groups of one axis are that axis of the mesh. The labels are the same on every rank.
     """
+    return {
+        _over(axes): group.group_name
+        for axes, group in _exchange_groups(options, [model]).items()
+        if len(axes) > 1
+    }
+
+
+def exchange_groups(
+    options: CompileConfig, parts: Sequence[nn.Module]
+) -> dict[str, dist.ProcessGroup]:
+    """All process groups in which experts of the parts exchange tokens, by labels.
+
+    The labels and their order are the same on every rank of a group.
+    """
+    return {_over(axes): group for axes, group in _exchange_groups(options, parts).items()}
+
+
+def _over(axes: Sequence[str]) -> str:
+    return f"experts over {' and '.join(axes)}"
+
+
+def _exchange_groups(
+    options: CompileConfig, parts: Sequence[nn.Module]
+) -> dict[tuple[str, ...], dist.ProcessGroup]:
     if not options.autoparallel:
         return {}
     from gt_autoparallel import placed_model
 
-    placed = placed_model(model)
+    placed = (placed_model(part) for part in parts)
     return {
-        f"experts over {' and '.join(axes)}": mesh.get_group().group_name
-        for axes, mesh in (() if placed is None else placed.expert_meshes.items())
-        if len(axes) > 1
+        axes: mesh.get_group()
+        for each in placed
+        if each is not None
+        for axes, mesh in each.expert_meshes.items()
     }
 
 

@@ -14,7 +14,7 @@ from torchtitan.distributed import ParallelDims
 from gt_config import CompileConfig
 from gt_passes import GroupPurpose, second_group_of
 from gt_trainer._torch_internals import process_group_named
-from gt_trainer.placement.placed_parts import planned_groups
+from gt_trainer.placement.placed_parts import exchange_groups, planned_groups
 
 
 def create_second_groups(
@@ -27,14 +27,20 @@ def create_second_groups(
     Args:
         options: of the run.
         parallel_dims: its meshes.
-        parts: placed; of those that a solver placed, gradients may be reduced over any axis.
+        parts: placed; of those that a solver placed, gradients may be reduced
+            over any axis, and tokens exchanged over any axes.
     """
     wanted: list[tuple[str, GroupPurpose, dist.ProcessGroup]] = []
     if options.fsdp_second_group:
         groups = planned_groups(options, parts) or _groups(parallel_dims, "fsdp", "efsdp")
         wanted += [(axis, "reductions", group) for axis, group in groups.items()]
     if options.ep_overlap.enabled:
-        wanted += [("ep", "exchanges", g) for g in _groups(parallel_dims, "ep").values()]
+        of_experts = (
+            exchange_groups(options, parts)
+            if options.autoparallel
+            else _groups(parallel_dims, "ep")
+        )
+        wanted += [(axis, "exchanges", group) for axis, group in of_experts.items()]
     return {
         f"{purpose} of {axis}": process_group_named(
             second_group_of(group.group_name, purpose=purpose)
