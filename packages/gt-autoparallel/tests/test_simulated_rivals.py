@@ -109,8 +109,12 @@ def test_of_equally_fast_steps_the_planners_own_is_taken() -> None:
     assert taken.judgement.chosen == OWN
 
 
-@pytest.mark.usefixtures("everybody")
-def test_a_plan_of_which_no_step_can_be_made_is_not_taken_and_the_judgement_says_why() -> None:
+def test_a_plan_of_which_no_step_can_be_made_is_not_taken_and_nobody_is_too_dear_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The judgement says why."""
+    monkeypatch.setattr("gt_autoparallel.simulated_rivals._WORTH_SIMULATING", 1.0)
+
     def judge(plan: PlacementPlan) -> JudgedStep:
         if plan == own():
             raise UnrunnablePlanError("its tokens come in no chunks")
@@ -119,6 +123,7 @@ def test_a_plan_of_which_no_step_can_be_made_is_not_taken_and_the_judgement_says
     taken = with_rivals(planner(), own(), judge, relative_gap=0.0, time_limit_seconds=60.0)
     first, *others = _candidates(taken)
     assert str(first) == f"{OWN}: not simulated: its tokens come in no chunks"
+    assert all(each.step is not None or "the same as" in each.reason for each in others)
     assert taken.judgement is not None
     assert taken.judgement.chosen == next(each.name for each in others if each.step is not None)
 
@@ -127,8 +132,17 @@ def test_where_no_step_can_be_made_of_any_plan_the_error_has_all_reasons() -> No
     def judge(plan: PlacementPlan) -> JudgedStep:
         raise UnrunnablePlanError("its tokens come in no chunks")
 
-    with pytest.raises(UnrunnablePlanError, match=f"{OWN}: not simulated: its tokens.*; .*FSDP: "):
+    with pytest.raises(UnrunnablePlanError) as error:
         with_rivals(planner(), own(), judge, relative_gap=0.0, time_limit_seconds=60.0)
+    of_each = [
+        "planner: not simulated: its tokens come in no chunks",
+        "planner, with queues: not simulated: the same as planner",
+        *(
+            f"{name}: not simulated: its tokens come in no chunks"
+            for name in ("FSDP", "FSDP + TP", "FSDP + TP + SP")
+        ),
+    ]
+    assert str(error.value) == f"no step can be made of any plan: {'; '.join(of_each)}"
 
 
 @pytest.mark.parametrize("is_searched", [False, True])

@@ -60,7 +60,7 @@ def with_rivals(
 
     Rivals keep what was asked of ``plan``: constraints, budget, recomputation. Who replicates
     parameters is no rival, and neither is who costs 1.3 times as much or more by the planner's
-    prices.
+    prices, unless no step can be made of ``plan``.
 
     Args:
         planner: that found ``plan``.
@@ -75,11 +75,12 @@ def with_rivals(
     """
     plans = {OWN: plan}
     candidates = [_judged(judge, OWN, plan)]
-    for rival in _rivals(planner, plan, relative_gap, time_limit_seconds):
+    below_us = math.inf if candidates[0].step is None else _worth_simulating_us(plan)
+    for rival in _rivals(planner, plan, relative_gap, time_limit_seconds, below_us):
         found, same = rival.plan, None
         if found is not None:
             same = next((name for name, known in plans.items() if _is_same(known, found)), None)
-        reason = _reason_against(rival, plan, same)
+        reason = _reason_against(rival, plan, same, below_us)
         if found is None or reason:
             cost = None if found is None else found.objective_us
             candidate = Candidate(name=rival.name, objective_us=cost, step=None, reason=reason)
@@ -88,7 +89,8 @@ def with_rivals(
             candidate = _judged(judge, rival.name, found)
         candidates.append(candidate)
     if all(each.step is None for each in candidates):
-        raise UnrunnablePlanError("; ".join(map(str, candidates)))
+        reasons = "; ".join(map(str, candidates))
+        raise UnrunnablePlanError(f"no step can be made of any plan: {reasons}")
     chosen = fastest(candidates).name
     judgement = PlanJudgement(chosen=chosen, candidates=tuple(candidates))
     return replace(plans[chosen], judgement=judgement)
@@ -105,12 +107,16 @@ def _judged(judge: Judge, name: str, plan: PlacementPlan) -> Candidate:
 
 
 def _rivals(
-    planner: Planner, plan: PlacementPlan, relative_gap: float, time_limit_seconds: float
+    planner: Planner,
+    plan: PlacementPlan,
+    relative_gap: float,
+    time_limit_seconds: float,
+    below_us: float,
 ) -> Iterator[ExpertPlan]:
     queued = _queued(planner, plan, relative_gap, time_limit_seconds)
     if queued is not None:
         yield queued
-    yield from _experts(planner, plan, relative_gap, time_limit_seconds)
+    yield from _experts(planner, plan, relative_gap, time_limit_seconds, below_us)
 
 
 def _queued(
@@ -170,7 +176,11 @@ def _queued(
 
 
 def _experts(
-    planner: Planner, plan: PlacementPlan, relative_gap: float, time_limit_seconds: float
+    planner: Planner,
+    plan: PlacementPlan,
+    relative_gap: float,
+    time_limit_seconds: float,
+    below_us: float,
 ) -> Iterator[ExpertPlan]:
     return expert_plans(
         planner,
@@ -180,7 +190,7 @@ def _experts(
         recomputes=plan.request.recomputes,
         relative_gap=relative_gap,
         time_limit_seconds=time_limit_seconds,
-        below_us=_worth_simulating_us(plan),
+        below_us=below_us,
     )
 
 
@@ -194,14 +204,16 @@ def _is_same(first: PlacementPlan, second: PlacementPlan) -> bool:
     return first.options == second.options and first.recomputed == second.recomputed
 
 
-def _reason_against(expert: ExpertPlan, own: PlacementPlan, same: str | None) -> str:
+def _reason_against(
+    expert: ExpertPlan, own: PlacementPlan, same: str | None, below_us: float
+) -> str:
     if expert.least_us is not None:
         return f"not simulated: {_times(expert.least_us, own)} or more"
     if expert.plan is None:
         return f"no plan: {expert.impossible.partition(';')[0]}"
     if same is not None:
         return f"not simulated: the same as {same}"
-    if expert.plan.objective_us >= _worth_simulating_us(own):
+    if expert.plan.objective_us >= below_us:
         return f"not simulated: {_times(expert.plan.objective_us, own)}"
     return ""
 

@@ -49,6 +49,29 @@ def test_what_fits_is_better_than_what_does_not(monkeypatch):
     assert judged(steps, monkeypatch) == ["planner", "planner", "FSDP", "FSDP"]
 
 
+def test_a_plan_without_a_step_is_not_kept(monkeypatch, tmp_path):
+    path = tmp_path / "best"
+    monkeypatch.setattr(step_judge, "write_plan", lambda plan, path: path.write_text(plan))
+    in_file = []
+
+    def judge(plan):
+        in_file.append(path.read_text())
+        if plan != "FSDP":
+            raise UnrunnablePlanError("in no chunks")
+        return step(1)
+
+    new_judge = step_judge.keeping_the_best(lambda dims, mesh: judge, path)
+    keeping = new_judge(SimpleNamespace(), SimpleNamespace())
+    with pytest.raises(UnrunnablePlanError, match=r"^in no chunks$"):
+        keeping("planner")
+    assert not path.exists()
+    keeping("FSDP")
+    with pytest.raises(UnrunnablePlanError, match=r"^in no chunks$"):
+        keeping("TP")
+    assert in_file == ["planner", "FSDP", "FSDP"]
+    assert path.read_text() == "FSDP"
+
+
 def test_who_judges_nothing_keeps_nothing():
     assert step_judge.keeping_the_best(None, Path("best")) is None
 
@@ -69,5 +92,6 @@ def test_a_plan_whose_step_cannot_run_in_chunks_is_not_to_be_taken(monkeypatch):
     with pytest.raises(UnrunnablePlanError) as error:
         new_judge(Mock(), Mock())(Mock())
     assert str(error.value) == (
-        "its step cannot run in chunks: exp (aten.exp.default) in the forward of layers.0: no"
+        "its step cannot run in the chunks of --compile.ep_overlap.enabled: exp "
+        "(aten.exp.default) in the forward of layers.0: no; others"
     )

@@ -58,8 +58,11 @@ def step_judge(
                 with flex_attention_on_cpu():
                     return judged_step(simulate(step_of_placed(config, built.model, built)))
             except GraphChunkingError as error:
-                reason = f"its step cannot run in chunks: {error.problems[0]}"
-                raise UnrunnablePlanError(reason) from error
+                _, *problems = str(error).split("\n  - ")  # of many some
+                raise UnrunnablePlanError(
+                    "its step cannot run in the chunks of --compile.ep_overlap.enabled: "
+                    f"{'; '.join(problems)}"
+                ) from error
 
         return judge
 
@@ -74,7 +77,8 @@ def judged_step(found: SimulatedRun) -> JudgedStep:
 def keeping_the_best(new_judge: NewJudge | None, path: Path) -> NewJudge | None:
     """Judges like those of ``new_judge``, whose best plan until now is always in a file.
 
-    So a search that is ended has found something. The first plan is there before it is simulated.
+    So a search that is ended has found something. The first plan is there before it is simulated,
+    until it is known that no step can be made of it.
 
     Args:
         new_judge: None if there is nothing to judge.
@@ -91,7 +95,12 @@ def keeping_the_best(new_judge: NewJudge | None, path: Path) -> NewJudge | None:
             nonlocal best
             if best is None:
                 write_plan(plan, path)
-            step = judge(plan)
+            try:
+                step = judge(plan)
+            except UnrunnablePlanError:
+                if best is None:
+                    path.unlink()
+                raise
             if best is None or step.is_better_than(best):
                 best = step
                 write_plan(plan, path)
