@@ -11,6 +11,7 @@ import pytest
 
 from gt_autoparallel import JudgedStep
 from gt_config import AutoParallelConfig
+from gt_passes.errors import GraphChunkingError
 from gt_trainer.device import intended_for
 from gt_trainer.dry_run import dry_run as module
 from gt_trainer.dry_run import pipeline_judge
@@ -92,7 +93,11 @@ def test_the_step_by_hand_is_reported_where_it_wins(
 
 
 def drawn(
-    planned_ms: float, by_hand_ms: float, monkeypatch: pytest.MonkeyPatch, *, fits: bool = True
+    planned_ms: float | GraphChunkingError,
+    by_hand_ms: float,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    fits: bool = True,
 ) -> list[Any]:
     """Steps that nobody captures; says of each whether it was planned, and its trace."""
     asked: list[Any] = []
@@ -102,14 +107,17 @@ def drawn(
         asked.append((is_placed, options.get("trace_path")))
         if is_placed:
             Path(config.dump_folder, "placement.json").write_bytes(b"the plan")
-        us = 1e3 * (planned_ms if is_placed else by_hand_ms)
+        ms = planned_ms if is_placed else by_hand_ms
+        if isinstance(ms, GraphChunkingError):
+            raise ms
         values: dict[str, Any] = dict.fromkeys(
             each.name for each in dataclasses.fields(PipelineDryRunReport)
         )
-        step = SimpleNamespace(step_us=us, peak_bytes=1, fits=fits)
+        step = SimpleNamespace(step_us=1e3 * ms, peak_bytes=1, fits=fits)
         return PipelineDryRunReport(**{**values, "simulated": step})
 
-    monkeypatch.setattr(module, "pipeline_dry_run", simulated)
+    for each in (module, pipeline_judge):
+        monkeypatch.setattr(each, "pipeline_dry_run", simulated)
     return asked
 
 
@@ -132,6 +140,35 @@ def test_what_is_drawn_is_the_step_that_is_taken(
     assert found.placement == "pipeline: by hand 1.0 ms is faster than the plan's 2.0 ms: taken"
     assert asked == [(True, trace), (False, None), (False, trace)]
     assert str(left_in(tmp_path)) == found.placement
+
+
+def test_a_plan_whose_stages_cannot_run_in_chunks_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A start goes by what the dry run left, and comes to the same without."""
+    asked = drawn(GraphChunkingError(["no rule", "others"]), 1, monkeypatch)
+    found = reported(tmp_path, trace := tmp_path / "trace.json")
+    assert found.placement == (
+        "pipeline: by hand is taken, as the plan has no step: its step cannot run in the chunks of "
+        "--compile.ep_overlap.enabled: no rule; others"
+    )
+    assert found.simulated.step_us == 1e3
+    assert found.beside_by_hand is None
+    assert asked == [(True, trace), (False, trace)]
+    with intended_for("cuda"):
+        judged = pipeline_judge.judge_before_training(*pipeline(tmp_path), NUM_RANKS)
+    for each in (left_in(tmp_path), judged):
+        assert each.takes_by_hand
+        assert str(each) == found.placement
+
+
+@pytest.mark.parametrize("solver", [{"plan": "placement.json"}, {"simulate_rivals": False}])
+def test_a_plan_that_was_asked_for_and_cannot_run_in_chunks_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, solver: dict[str, Any]
+) -> None:
+    drawn(GraphChunkingError(["no rule"]), 1, monkeypatch)
+    with pytest.raises(GraphChunkingError, match="no rule"):
+        reported(tmp_path, **solver)
 
 
 def left_in(folder: Path) -> PipelineJudgement:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -115,6 +116,27 @@ def test_reads_what_it_wrote(tmp_path: Path, planned: JudgedStep) -> None:
     assert read_judgement(path) == judged
 
 
+UNMADE = PipelineJudgement(
+    planned=None, by_hand=None, no_step_because="in no chunks", budget_bytes=GIB, made_for=RUN
+)
+
+
+def test_takes_by_hand_what_has_no_planned_step_and_reads_why(tmp_path: Path) -> None:
+    assert UNMADE.takes_by_hand
+    assert str(UNMADE) == "pipeline: by hand is taken, as the plan has no step: in no chunks"
+    path = tmp_path / "judgement.json"
+    path.write_bytes(written_judgement(UNMADE))
+    assert read_judgement(path) == UNMADE
+
+
+@pytest.mark.parametrize(
+    "changes", [{"no_step_because": ""}, {"planned": step(1), "by_hand": step(1)}]
+)
+def test_a_judgement_has_two_steps_or_a_reason(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^give two steps, or why there is none of the plan$"):
+        dataclasses.replace(UNMADE, **changes)
+
+
 WRITTEN = json.loads(written_judgement(judgement(step(2), step(1))))
 
 
@@ -124,9 +146,10 @@ WRITTEN = json.loads(written_judgement(judgement(step(2), step(1))))
         b"",
         b"[]",
         written_judgement(judgement(step(2), step(1)))[:-20],
-        json.dumps({**WRITTEN, "version": 2}).encode(),
+        json.dumps({**WRITTEN, "version": 3}).encode(),
         json.dumps({**WRITTEN, "format": "gt-autoparallel plan"}).encode(),
         json.dumps({**WRITTEN, "unknown": 1}).encode(),
+        json.dumps({**WRITTEN, "planned": None}).encode(),
         json.dumps({**WRITTEN, "planned": {"step_us": 1.0}}).encode(),
         json.dumps({**WRITTEN, "made_for": {**WRITTEN["made_for"], "fields": {}}}).encode(),
     ],

@@ -16,13 +16,14 @@ from torchtitan.tools import filesystem
 
 from gt_autoparallel import PlanJudgement
 from gt_config.compile_config import MemoryPolicy
+from gt_passes.errors import GraphChunkingError
 from gt_passes.simulation import Hardware
 from gt_trace import collective_counts, flex_attention_on_cpu
 from gt_trainer.dry_run.beside_by_hand import PlacedByHand
 from gt_trainer.dry_run.captured_dry_step import capture_dry_step
 from gt_trainer.dry_run.fake_step import FakeStep, fake_step
 from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport, pipeline_dry_run
-from gt_trainer.dry_run.pipeline_judge import judged_pipeline
+from gt_trainer.dry_run.pipeline_judge import judged_pipeline, judged_without_a_step
 from gt_trainer.dry_run.simulated_run import SimulatedRun
 from gt_trainer.dry_run.step_facts import degrees_of
 from gt_trainer.dry_run.step_judge import judged_step, keeping_the_best, step_judge
@@ -189,7 +190,17 @@ def _dry_run(
         report = replace(report, placement=f"{judgement}, kept in {kept}")
         config, by_hand = by_hand, None
     else:
-        report = _captured(config, world_size, hardware, trace_path, timeline_path)
+        try:
+            report = _captured(config, world_size, hardware, trace_path, timeline_path)
+        except GraphChunkingError as error:
+            if by_hand is None or not is_judged(config):
+                raise
+            judgement = judged_without_a_step(config, world_size, error)
+            _leave_for_a_start(config, judgement)
+            report = _captured(by_hand, world_size, hardware, trace_path, timeline_path)
+            assert isinstance(report, PipelineDryRunReport)
+            report = replace(report, placement=str(judgement))
+            config, by_hand = by_hand, None
     if by_hand is not None:
         expert = _captured(by_hand, world_size, hardware)
         beside = PlacedByHand(planned=report.simulated, by_hand=expert.simulated)

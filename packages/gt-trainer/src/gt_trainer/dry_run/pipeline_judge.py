@@ -10,9 +10,11 @@ from __future__ import annotations
 from torchtitan.tools.logging import logger
 
 from gt_autoparallel import JudgedStep
+from gt_passes.errors import GraphChunkingError
 from gt_passes.simulation import Hardware
 from gt_trainer.dry_run.pipeline_dry_run import pipeline_dry_run
 from gt_trainer.dry_run.simulated_pipeline import SimulatedPipeline
+from gt_trainer.dry_run.step_judge import why_no_chunks
 from gt_trainer.placement.judged_run import judged_run
 from gt_trainer.placement.memory_budget import asked_budget_bytes
 from gt_trainer.placement.pipeline_judgement import PipelineJudgement
@@ -43,6 +45,25 @@ def judged_pipeline(
     )
 
 
+def judged_without_a_step(
+    config: GraphTrainer.Config, world_size: int, error: GraphChunkingError
+) -> PipelineJudgement:
+    """The judgement where a plan's stages cannot run in chunks: nothing is left but by hand.
+
+    Args:
+        config: of the planned pipeline.
+        world_size: ranks of the whole job.
+        error: of its capture.
+    """
+    return PipelineJudgement(
+        planned=None,
+        by_hand=None,
+        no_step_because=why_no_chunks(error),
+        budget_bytes=asked_budget_bytes(config.compile.autoparallel_solver),
+        made_for=judged_run(config, world_size),
+    )
+
+
 def judge_before_training(
     config: GraphTrainer.Config,
     by_hand: GraphTrainer.Config,
@@ -50,7 +71,7 @@ def judge_before_training(
     *,
     hardware: Hardware | None = None,
 ) -> PipelineJudgement:
-    """Plan a pipeline, and simulate its step beside the one by hand.
+    """Plan a pipeline, and simulate its step beside the one by hand, if the plan has one.
 
     For a process that has no process group yet. The plans are written to the dump folder, and how
     stages were balanced is logged.
@@ -62,12 +83,14 @@ def judge_before_training(
         hardware: the machine to plan for and to simulate; H100 SXM by default.
 
     Raises:
-        Exception: whatever building, placing or capturing raises.
+        Exception: whatever building, placing or capturing raises, but that the plan's stages cannot
+            run in chunks.
     """
-    planned, expert = (
-        pipeline_dry_run(with_quantized_model(each), world_size, hardware=hardware)
-        for each in (config, by_hand)
-    )
+    try:
+        planned = pipeline_dry_run(with_quantized_model(config), world_size, hardware=hardware)
+    except GraphChunkingError as error:
+        return judged_without_a_step(config, world_size, error)
+    expert = pipeline_dry_run(with_quantized_model(by_hand), world_size, hardware=hardware)
     if planned.balance is not None:
         for line in str(planned.balance).splitlines():
             logger.info(line)

@@ -58,15 +58,18 @@ def step_judge(
                 with flex_attention_on_cpu():
                     return judged_step(simulate(step_of_placed(config, built.model, built)))
             except GraphChunkingError as error:
-                _, *problems = str(error).split("\n  - ")  # of many some
-                raise UnrunnablePlanError(
-                    "its step cannot run in the chunks of --compile.ep_overlap.enabled: "
-                    f"{'; '.join(problems)}"
-                ) from error
+                raise UnrunnablePlanError(why_no_chunks(error)) from error
 
         return judge
 
     return new_judge
+
+
+def why_no_chunks(error: GraphChunkingError) -> str:
+    """Why a plan's step cannot be made, in one line."""
+    _, *problems = str(error).split("\n  - ")  # of many some
+    chunks = "the chunks of --compile.ep_overlap.enabled"
+    return f"its step cannot run in {chunks}: {'; '.join(problems)}"
 
 
 def judged_step(found: SimulatedRun) -> JudgedStep:
