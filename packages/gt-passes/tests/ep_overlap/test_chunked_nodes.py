@@ -23,7 +23,7 @@ class Layer(nn.Module):
 
     def forward(self, x_BLD: torch.Tensor, gathered: torch.Tensor, dim: int) -> torch.Tensor:
         """Adds this rank's part, the second, of what was computed of two."""
-        own = (gathered @ self.weight.detach()).narrow(dim, x_BLD.shape[dim], x_BLD.shape[dim])
+        own = (gathered @ self.weight).narrow(dim, x_BLD.shape[dim], x_BLD.shape[dim])
         return (x_BLD @ self.weight).sin() + own
 
 

@@ -107,6 +107,13 @@ def test_of_what_was_gathered_a_rank_takes_walks_that_are_its_own(
     assert taken.wrong_results(states, SIZES) == []
 
 
+@pytest.mark.parametrize(("start", "end"), [(EXTENT, 3 * EXTENT), (2 * EXTENT, 2**63 - 1)])
+def test_gradients_of_walks_that_a_rank_took_stand_among_zeros(start: int, end: int) -> None:
+    among = Operation(aten.slice_backward.default, X, [4 * EXTENT, 3, 5], 0, start, end, 1)
+    assert among.judge([TWICE]).state == Sharded(Layout(dim=0, outer=4))
+    assert among.wrong_results([TWICE], SIZES) == []
+
+
 def test_what_will_be_scattered_is_joined_walk_by_walk() -> None:
     joined = Operation(aten.cat.default, [*X.split(EXTENT), X], 0)
     states: list[State] = [Sharded(Layout(dim=0)), Sharded(Layout(dim=0)), TWICE]
@@ -121,8 +128,17 @@ def test_what_will_be_scattered_is_joined_walk_by_walk() -> None:
         Operation(aten.split.Tensor, X, 3, 0),
         Operation(aten.slice.Tensor, X, 0, 0, EXTENT - 1),
         Operation(aten.slice.Tensor, X, 0, 0, 2 * EXTENT, 2),
+        Operation(aten.slice_backward.default, X, [4 * EXTENT, 3, 5], 0, 1, 1 + 2 * EXTENT, 1),
+        Operation(aten.slice_backward.default, X, [4 * EXTENT, 3, 5], 0, 0, 4 * EXTENT, 2),
     ],
-    ids=["half a walk", "uneven", "less than a walk", "every second"],
+    ids=[
+        "half a walk",
+        "uneven",
+        "less than a walk",
+        "every second",
+        "gradients between walks",
+        "gradients of every second",
+    ],
 )
 def test_refuses_to_cut_within_a_walk(operation: Operation) -> None:
     with pytest.raises(NotProvenError, match="it works along dim 0, which is chunked"):

@@ -30,7 +30,12 @@ from gt_passes.ep_overlap.chunk_states import (
     layout_in_view,
     layout_of,
 )
-from gt_passes.ep_overlap.collective_rules import cut_between_walks, join_of_walks, slice_of_walks
+from gt_passes.ep_overlap.collective_rules import (
+    cut_between_walks,
+    join_of_walks,
+    slice_of_walks,
+    slice_of_walks_backward,
+)
 from gt_passes.ep_overlap.rule_calls import (
     RULES,
     NotProvenError,
@@ -240,6 +245,9 @@ def _along(call: RuleCall) -> RuleOutcome:
     """Operands are aligned; named dimensions stay, go, or are new, as the rank of a result says."""
     if call.node.target is aten.cat.default and (joined := join_of_walks(call)) is not None:
         return joined
+    is_gradient = call.node.target is aten.slice_backward.default
+    if is_gradient and (among := slice_of_walks_backward(call)) is not None:
+        return among
     rank = max(call.rank(node) for node in call.operands)
     dims = _mixed_dims(call, rank)
     names: list[object] = list(range(rank))

@@ -104,6 +104,28 @@ def slice_of_walks(call: RuleCall) -> RuleOutcome | None:
     )
 
 
+def slice_of_walks_backward(call: RuleCall) -> RuleOutcome | None:
+    """The outcome of the gradient of a ``slice_of_walks``: its walks among walks of zeros.
+
+    None if it is none such.
+    """
+    (source,) = call.operands
+    state, sizes = call.state(source), call.get("input_sizes")
+    dim = call.get("dim") % len(sizes)
+    if not isinstance(state, Sharded) or state.layout.dim != dim or call.get("step") != 1:
+        return None
+    if not all(isinstance(each, int) for each in (sizes[dim], call.get("start"), call.get("end"))):
+        return None
+    walk = state.layout.inner * call.extent
+    start, end, _ = slice(call.get("start"), call.get("end")).indices(sizes[dim])
+    if start % walk or end % walk or sizes[dim] % walk:
+        return None
+    layout = replace(state.layout, outer=sizes[dim] // walk)
+    scaled = [*sizes[:dim], Scaled(layout.factor), *sizes[dim + 1 :]]
+    part = (Scaled(start // call.extent), Scaled(end // call.extent))
+    return call.outcome([Sharded(layout)], args=(call.node.args[0], scaled, dim, *part, 1))
+
+
 def join_of_walks(call: RuleCall) -> RuleOutcome | None:
     """The outcome of a concatenation along the chunked dimension of parts that walk it alike.
 
