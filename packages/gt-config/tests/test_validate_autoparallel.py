@@ -101,6 +101,34 @@ def test_chunks_of_a_placed_model_are_made_on_its_graph():
     )
 
 
+def test_chunks_of_a_placed_model_are_of_samples_with_tensor_parallelism():
+    config = overlap(chunk_dim="seq", module_fqn="layers.*.moe")
+    topology = dataclasses.replace(EP_TOPOLOGY, world=2 * EP_TOPOLOGY.world, tp=2)
+    assert only(dataclasses.replace(config, autoparallel=True), topology) == Violation(
+        flag="--compile.ep_overlap.chunk_dim",
+        value="seq",
+        allowed="'batch' with --compile.autoparallel and --parallelism.tensor_parallel_degree 2: a "
+        "plan may cut the sequence between these ranks inside the modules, and chunks of such a "
+        "plan have not been seen to train like a whole model",
+        fix="use --compile.ep_overlap.chunk_dim batch, or --parallelism.tensor_parallel_degree 1",
+    )
+
+
+def test_ep_overlap_needs_experts_that_may_exchange_tokens():
+    def placed(experts):
+        solver = AutoParallelConfig(experts=experts)
+        return dataclasses.replace(overlap(), autoparallel=True, autoparallel_solver=solver)
+
+    assert only(placed("own_tokens"), EP_TOPOLOGY) == Violation(
+        flag="--compile.autoparallel_solver.experts",
+        value="own_tokens",
+        allowed="'any' or 'expert_parallel' with --compile.ep_overlap.enabled: ranks that keep "
+        "their tokens exchange none, and there is nothing to overlap",
+        fix="choose expert_parallel, or turn EP overlap off",
+    )
+    assert found(placed("expert_parallel"), EP_TOPOLOGY) == ()
+
+
 def test_the_autoparallel_backend_has_an_order_of_its_own():
     config = dataclasses.replace(
         overlap(), autoparallel=True, inductor_compilation="autoparallel_backend"

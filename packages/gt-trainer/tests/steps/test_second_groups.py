@@ -106,3 +106,23 @@ def test_exchanges_of_placed_experts_have_groups_of_their_own_whatever_their_axe
         f"exchanges of experts over {' and '.join(names)}",
         f"exchanges of experts over {names[-1]}",
     ]
+
+
+@pytest.mark.parametrize("num_experts", [0, 1])
+def test_says_that_experts_which_exchange_nothing_have_nothing_to_overlap(
+    num_experts: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stage without experts has nothing to say."""
+    options = CompileConfig(autoparallel=True, ep_overlap=EpOverlapConfig(enabled=True))
+    plan = Mock()
+    plan.graph.of_kind.return_value = [Mock()] * num_experts
+    with fake_world(rank=0, world_size=4):
+        dims = dims_of(ep=2, world_size=4)
+        placed = PlacedModel(plan=plan, mesh=planned_mesh(dims), expert_meshes={})
+        monkeypatch.setattr("gt_autoparallel.placed_model", lambda _: placed)
+        assert create_second_groups(options, dims, [nn.Module()]) == {}
+    said = (
+        "--compile.ep_overlap.enabled hides nothing: by its plan each rank keeps its tokens, and "
+        "what runs in chunks waits for no exchange"
+    )
+    assert caplog.messages.count(said) == num_experts

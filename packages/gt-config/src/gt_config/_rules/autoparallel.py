@@ -69,6 +69,21 @@ def _expert_parallelism_needs_an_axis(subject: Subject) -> Iterator[Violation]:
         )
 
 
+@rule("config.autoparallel", "config.autoparallel_solver.experts", "config.ep_overlap.enabled")
+def _what_is_not_exchanged_is_not_overlapped(subject: Subject) -> Iterator[Violation]:
+    config = subject.config
+    if not config.autoparallel or not config.ep_overlap.enabled:
+        return
+    if config.autoparallel_solver.experts == "own_tokens":
+        yield violation(
+            subject,
+            "config.autoparallel_solver.experts",
+            allowed="'any' or 'expert_parallel' with --compile.ep_overlap.enabled: ranks that keep "
+            "their tokens exchange none, and there is nothing to overlap",
+            fix="choose expert_parallel, or turn EP overlap off",
+        )
+
+
 _PLAN = "config.autoparallel_solver.plan"
 _OF_THE_SEARCH = (
     "config.autoparallel_solver.time_limit_seconds",

@@ -110,6 +110,7 @@ def _other_number_of_chunks(overlap: EpOverlapConfig, extent: int, shards: int) 
 
 
 @rule(
+    "config.autoparallel",
     "config.ep_overlap.enabled",
     "config.ep_overlap.strategy",
     "config.ep_overlap.chunk_dim",
@@ -118,7 +119,19 @@ def _other_number_of_chunks(overlap: EpOverlapConfig, extent: int, shards: int) 
 def _ep_overlap_on_the_graph_by_samples_with_tp(subject: Subject) -> Iterator[Violation]:
     overlap = subject.config.ep_overlap
     on_graph = overlap.enabled and overlap.strategy == "graph" and overlap.chunk_dim == "seq"
-    if on_graph and subject.topology.tp > 1:
+    if not on_graph or subject.topology.tp == 1:
+        return
+    if subject.config.autoparallel:
+        yield violation(
+            subject,
+            "config.ep_overlap.chunk_dim",
+            allowed=f"'batch' with --compile.autoparallel and {flag_of('topology.tp')} "
+            f"{subject.topology.tp}: a plan may cut the sequence between these ranks inside the "
+            "modules, and chunks of such a plan have not been seen to train like a whole model",
+            fix=f"use {flag_of('config.ep_overlap.chunk_dim')} batch, or "
+            f"{flag_of('topology.tp')} 1",
+        )
+    else:
         yield violation(
             subject,
             "config.ep_overlap.strategy",

@@ -50,6 +50,17 @@ def exchange_groups(
     return {_over(axes): group for axes, group in _exchange_groups(options, parts).items()}
 
 
+def keeps_all_tokens(options: CompileConfig, parts: Sequence[nn.Module]) -> bool:
+    """Whether there are placed experts, and those of no part exchange tokens."""
+    if not options.autoparallel:
+        return False
+    from gt_autoparallel import placed_model
+
+    placed = [each for each in map(placed_model, parts) if each is not None]
+    has_experts = any(each.plan.graph.of_kind("experts") for each in placed)
+    return has_experts and not any(each.expert_meshes for each in placed)
+
+
 def _over(axes: Sequence[str]) -> str:
     return f"experts over {' and '.join(axes)}"
 

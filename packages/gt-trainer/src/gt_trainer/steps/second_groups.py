@@ -10,11 +10,12 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import nn
 from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
 
 from gt_config import CompileConfig
 from gt_passes import GroupPurpose, second_group_of
 from gt_trainer._torch_internals import process_group_named
-from gt_trainer.placement.placed_parts import exchange_groups, planned_groups
+from gt_trainer.placement.placed_parts import exchange_groups, keeps_all_tokens, planned_groups
 
 
 def create_second_groups(
@@ -35,6 +36,11 @@ def create_second_groups(
         groups = planned_groups(options, parts) or _groups(parallel_dims, "fsdp", "efsdp")
         wanted += [(axis, "reductions", group) for axis, group in groups.items()]
     if options.ep_overlap.enabled:
+        if keeps_all_tokens(options, parts):
+            logger.warning(
+                "--compile.ep_overlap.enabled hides nothing: by its plan each rank keeps its "
+                "tokens, and what runs in chunks waits for no exchange"
+            )
         of_experts = (
             exchange_groups(options, parts)
             if options.autoparallel
