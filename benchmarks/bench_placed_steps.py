@@ -60,7 +60,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     report = Report(benchmark="placed_steps")
     if options.add:
-        report.continue_from(options.json)
+        try:
+            report.continue_from(options.json)
+        except ValueError as error:
+            raise SystemExit(f"--add: {error}") from None
     else:
         report.notes.append("All rows are simulated on H100 SXM; a ratio below 1 favors the plan.")
     for entry in workloads():

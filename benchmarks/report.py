@@ -121,17 +121,21 @@ class Report:
     """What a reader must know to trust the rows: checks that passed, conditions of the run."""
 
     earlier: dict[str, list[Any]] = field(default_factory=dict)
-    """Notes and rows, as records, of workloads that an earlier run of the same day measured."""
+    """Notes and rows, as records, of an earlier run of the same day."""
 
     def continue_from(self, path: Path) -> None:
-        """Take over what a file has of other workloads, before this run's come to it.
+        """Take over what a file has, before this run's come to it.
+
+        Of a workload that this run has too, or has a note of ("workload: ..."), nothing is kept.
 
         Args:
             path: of a file that this benchmark wrote today, with the same versions.
 
         Raises:
-            ValueError: it is of another benchmark, day or version.
+            ValueError: it does not exist, or is of another benchmark, day or version.
         """
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist, and nothing can be added to it")
         found, own = json.loads(path.read_text()), self.to_record()
         differing = [key for key in ("benchmark", "date", "versions") if found[key] != own[key]]
         if differing:
@@ -157,19 +161,26 @@ class Report:
 
     def to_record(self) -> dict[str, Any]:
         """The report as the JSON file holds it."""
+        own = {row.workload for row in self.rows} | {_subject(note) for note in self.notes}
+        notes = [note for note in self.earlier.get("notes", ()) if _subject(note) not in own]
+        rows = [row for row in self.earlier.get("rows", ()) if row["workload"] not in own]
         return {
             "benchmark": self.benchmark,
             "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
             "machine": _machine(),
             "versions": _versions(),
-            "notes": [*self.earlier.get("notes", ()), *self.notes],
-            "rows": [*self.earlier.get("rows", ()), *(row.to_record() for row in self.rows)],
+            "notes": [*notes, *self.notes],
+            "rows": [*rows, *(row.to_record() for row in self.rows)],
         }
 
     def write(self, path: Path) -> None:
         """Write the JSON file; its folder is made if missing."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.to_record(), indent=1) + "\n")
+
+
+def _subject(note: str) -> str:
+    return note.partition(": ")[0]
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -95,6 +95,29 @@ def test_a_run_adds_to_the_file_of_an_earlier_one_of_the_same_day(report, tmp_pa
     assert [each["workload"] for each in json.loads(path.read_text())["rows"]] == ["w", "v"]
 
 
+def test_a_workload_that_is_run_again_takes_the_place_of_the_earlier_one(report, tmp_path):
+    path = tmp_path / "b.json"
+    rows = [row(report), row(report, workload="v")]
+    report.Report(benchmark="b", notes=["all", "w: old", "v: kept"], rows=rows).write(path)
+    again = report.Report(benchmark="b", notes=["w: new"], rows=[row(report, metric="n")])
+    again.continue_from(path)
+    again.write(path)
+    found = json.loads(path.read_text())
+    assert found["notes"] == ["all", "v: kept", "w: new"]
+    assert [(each["workload"], each["metric"]) for each in found["rows"]] == [
+        ("v", "m"),
+        ("w", "n"),
+    ]
+
+
+def test_a_run_does_not_add_to_what_does_not_exist(report, tmp_path):
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole text is below
+        report.Report(benchmark="b").continue_from(tmp_path / "b.json")
+    assert str(error.value) == (
+        f"{tmp_path / 'b.json'} does not exist, and nothing can be added to it"
+    )
+
+
 def test_a_run_does_not_add_to_another_benchmark_or_day(report, tmp_path):
     path = tmp_path / "b.json"
     record = report.Report(benchmark="b").to_record()

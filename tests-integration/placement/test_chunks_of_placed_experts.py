@@ -24,6 +24,8 @@ DEEPSEEK_V3_EP2 = replace(
     parallelism={"data_parallel_shard_degree": 2, "expert_parallel_degree": 2},
 )
 SOLVER = AutoParallelConfig(relative_gap=0.1)
+NUM_EXCHANGES = 5
+"""Of one layer: counts, tokens and results, and the gradients of both."""
 
 
 @pytest.mark.slow
@@ -39,6 +41,8 @@ def test_chunks_of_placed_experts_train_like_the_whole_model(
     assert_agrees(found, tolerance=1e-5)
     for each in found:
         launched, planned = each.all_to_all_bytes
+        assert each.num_exchanges == NUM_EXCHANGES
+        assert each.miscounted == ()
         # Counts, tokens and results, and the gradients of both: of each half of the sequence.
         assert len(launched) == len(planned) + each.num_exchanges
 
