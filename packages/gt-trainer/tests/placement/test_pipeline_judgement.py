@@ -137,6 +137,15 @@ def test_a_judgement_has_two_steps_or_a_reason(changes: dict[str, Any]) -> None:
         dataclasses.replace(UNMADE, **changes)
 
 
+def test_reads_files_of_before_there_were_plans_without_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "judgement.json"
+    judged = judgement(step(2), step(1))
+    content = json.loads(written_judgement(judged))
+    del content["no_step_because"]
+    path.write_text(json.dumps(content))
+    assert read_judgement(path) == judged
+
+
 WRITTEN = json.loads(written_judgement(judgement(step(2), step(1))))
 
 
@@ -146,7 +155,7 @@ WRITTEN = json.loads(written_judgement(judgement(step(2), step(1))))
         b"",
         b"[]",
         written_judgement(judgement(step(2), step(1)))[:-20],
-        json.dumps({**WRITTEN, "version": 3}).encode(),
+        json.dumps({**WRITTEN, "version": 2}).encode(),
         json.dumps({**WRITTEN, "format": "gt-autoparallel plan"}).encode(),
         json.dumps({**WRITTEN, "unknown": 1}).encode(),
         json.dumps({**WRITTEN, "planned": None}).encode(),

@@ -131,8 +131,8 @@ def test_a_solver_takes_the_overlap_of_a_configuration_back_unless_it_was_asked_
     planned, lines = settle_defaults(config, 2048)
     assert lines == (
         (
-            "--compile.ep_overlap.enabled True gives way: whether experts can run in chunks depends "
-            "on what a plan keeps of them; ask for it to try"
+            "--compile.ep_overlap.enabled True gives way: whether a step can run in chunks depends on "
+            "its plan; ask for it to try"
         ),
     )
     assert not planned.compile.ep_overlap.enabled

@@ -11,7 +11,7 @@ from typing import Any
 from gt_autoparallel import JudgedStep
 from gt_config import Fingerprint
 
-_FORMAT = {"format": "gt-trainer pipeline judgement", "version": 4}
+_FORMAT = {"format": "gt-trainer pipeline judgement", "version": 3}
 
 _NOISE = 1.01
 """Steps that differ by less are taken for equally fast."""

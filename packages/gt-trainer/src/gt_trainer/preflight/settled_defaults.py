@@ -37,7 +37,7 @@ _PIPELINE = "of pipelines only two stages on one GPU have been replayed"
 _MICROBATCHES = "no GPU has replayed a step of several microbatches yet"
 _PLANNED = "the plan says what the backward computes and gathers again"
 _OVERLAP = "ep_overlap"
-_KEPT = "whether experts can run in chunks depends on what a plan keeps of them; ask for it to try"
+_KEPT = "whether a step can run in chunks depends on its plan; ask for it to try"
 _SCALES = "a scale is a maximum over a tensor, and no rule says what that costs of a sharded one"
 _ACTIVATIONS = {
     "save_all": "activations kept",
