@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gt_autoparallel.apply import apply_plan
+from gt_autoparallel.apply import apply_plan, placed_model
 from gt_autoparallel.apply.execution_order import execution_order
 from gt_autoparallel.errors import PlacementError, PlacementInputError, PlanMismatchError
 from gt_autoparallel.graph.capture import capture_placement_graph
@@ -176,6 +176,19 @@ def test_refuses_a_placed_model(mesh: DeviceMesh, graph: PlacementGraph) -> None
     apply_plan(model, plan, mesh)
     with pytest.raises(PlanMismatchError, match="the model is placed already"):
         apply_plan(model, plan, mesh)
+
+
+def test_a_stage_knows_the_groups_in_which_experts_of_any_stage_exchange(mesh: DeviceMesh) -> None:
+    """In one order: each rank then makes as many groups of them."""
+    model, plan = fsdp_plan(mesh)
+    of_stages = {(1,): mesh["model"], (0,): mesh["data"]}
+    apply_plan(model, plan, mesh, expert_meshes=of_stages)
+    placed = placed_model(model)
+    assert placed is not None
+    assert list(placed.expert_meshes.items()) == [
+        (("data",), mesh["data"]),
+        (("model",), mesh["model"]),
+    ]
 
 
 def test_refuses_inputs_that_were_not_planned(mesh: DeviceMesh) -> None:

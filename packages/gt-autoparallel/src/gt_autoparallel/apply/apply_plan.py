@@ -112,8 +112,7 @@ def apply_plan(
         inputs=InputReader(plan, interface, program.inputs),
         mesh=mesh,
         expert_meshes={
-            tuple(plan.mesh.names[axis] for axis in axes): meshes[axes]
-            for axes in sorted(expert_axes(plan))
+            tuple(plan.mesh.names[axis] for axis in axes): meshes[axes] for axes in sorted(meshes)
         },
         called_modules=None if ignore_hooks else frozenset(experts or {}),
     )

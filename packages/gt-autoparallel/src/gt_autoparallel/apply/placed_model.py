@@ -24,7 +24,8 @@ class PlacedModel:
     mesh: DeviceMesh
     expert_meshes: Mapping[tuple[str, ...], DeviceMesh]
     """Over which experts exchange tokens, of one dimension, by the names of the axes of ``mesh``
-    that are together in it; empty where they exchange none."""
+    that are together in it; empty where they exchange none. Of a pipeline's stage those of all
+    stages, in one order: who makes groups of them makes as many on every rank."""
 
 
 def placed_model(model: nn.Module) -> PlacedModel | None:

@@ -45,7 +45,8 @@ def exchange_groups(
 ) -> dict[str, dist.ProcessGroup]:
     """All process groups in which experts of the parts exchange tokens, by labels.
 
-    The labels and their order are the same on every rank of a group.
+    The labels and their order are the same on every rank, also of a pipeline, for every stage has
+    the groups of all.
     """
     return {_over(axes): group for axes, group in _exchange_groups(options, parts).items()}
 
