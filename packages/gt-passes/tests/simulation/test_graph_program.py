@@ -131,11 +131,19 @@ def test_can_read_numbers_of_a_copy_in_host_memory_for_no_further_wait():
     [
         (lambda x: numbers_of(x), "cuda", 64),
         (lambda x: numbers_of(x, x + 1), "cpu", 2),
+        (lambda x: numbers_of(*x.sort()), "cpu", 2),
         (lambda x: (x[0].item(), x.sin(), x[1].item()), "cpu", 2),
         (lambda x: (x[0].item(), (x + 1)[0].item(), x[1].item()), "cpu", 3),
         (lambda x: numbers_of(x.to("cpu").cuda()), "cuda", 1 + 64),
     ],
-    ids=["on CUDA", "another tensor", "an operator between", "in turns", "copied back"],
+    ids=[
+        "on CUDA",
+        "another tensor",
+        "another result",
+        "an operator between",
+        "in turns",
+        "copied back",
+    ],
 )
 def test_cannot_read_further_numbers_for_no_wait(
     step: Callable[[torch.Tensor], object], device: str, num_waiting: int

@@ -279,5 +279,8 @@ def _read_tensor(node: Node) -> Node:
     """The tensor of which a node reads a number on the host, whatever it was viewed as for that."""
     (tensor,) = node.all_input_nodes
     while is_view_node(tensor):
-        tensor = tensor.all_input_nodes[0]
+        (viewed, *_) = tensor.all_input_nodes
+        if tensor.target is operator.getitem and not is_view_node(viewed):
+            break  # one of several results, which are tensors of their own
+        tensor = viewed
     return tensor
