@@ -16,6 +16,7 @@ from small_problems import edge, variable
 from gt_autoparallel.errors import PlacementInputError
 from gt_autoparallel.solver import WarmStart, evaluate_mixture, solve, solve_mixed
 from gt_autoparallel.solver.bounding import SearchSettings
+from gt_autoparallel.solver.mixed_search import MixedSolution
 from gt_autoparallel.solver.mixtures import best_mixture, doubling_groups
 from gt_autoparallel.solver.problem import Block, MemoryRow, Problem, Window
 from gt_autoparallel.solver.search import Search
@@ -252,16 +253,51 @@ def test_nothing_that_keeps_a_budget_is_told_by_the_bound() -> None:
     assert (found.mixture, found.lower_bound_us) == (None, math.inf)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 4])
+@pytest.mark.parametrize("settings", [*STAGES.values()][:2], ids=[*STAGES][:2])
 def test_a_search_ends_where_every_mixture_is_too_dear_and_says_what_is_known(
-    stage: str, seed: int
+    settings: SearchSettings, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    module = importlib.import_module("gt_autoparallel.solver.mixed_search")
+    monkeypatch.setattr(module, "SearchSettings", lambda: settings)
+    turns: list[object] = []
+    relaxed = module._MixedSearch._relaxed
+    monkeypatch.setattr(
+        module._MixedSearch, "_relaxed", lambda search: turns.append(search) or relaxed(search)
+    )
     problem, best_us = drawn(seed)
-    found = solve_mixed(problem, relative_gap=0.01, time_limit_seconds=60.0, below_us=0.5 * best_us)
-    assert 0.5 * best_us <= found.lower_bound_us <= best_us * (1 + 1e-9)
-    above = solve_mixed(problem, relative_gap=0.01, time_limit_seconds=60.0, below_us=2 * best_us)
-    usual = solve_mixed(problem, relative_gap=0.01, time_limit_seconds=60.0)
-    assert above.mixture == usual.mixture
+    assert best_us < math.inf
+
+    def solved(below_us: float) -> MixedSolution:
+        turns.clear()
+        return solve_mixed(problem, relative_gap=0.01, time_limit_seconds=60.0, below_us=below_us)
+
+    usual = solved(math.inf)
+    assert turns
+    assert solved(2 * best_us).mixture == usual.mixture
+    assert turns
+    found = solved(0.5 * best_us)
+    assert not turns, "the first bound is above"
+    assert 0.5 * best_us <= found.lower_bound_us < usual.lower_bound_us
+
+
+def test_a_bound_at_prices_that_were_raised_says_no_more_than_was_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = drawn_rows(7)
+    tight = [replace(row, budget_bytes=0.8 * row.budget_bytes) for row in problem.memory]
+    problem = replace(problem, memory=tuple(tight))
+    module = importlib.import_module("gt_autoparallel.solver.mixed_search")
+    settings = SearchSettings(small_pairs=0, relaxed_pairs=0, rounds=2, relaxations=2)
+    monkeypatch.setattr(module, "SearchSettings", lambda: settings)
+
+    def bound_us(below_us: float) -> float:
+        found = solve_mixed(problem, relative_gap=0.001, time_limit_seconds=60.0, below_us=below_us)
+        assert found.mixture is None
+        return found.lower_bound_us
+
+    assert math.inf > bound_us(math.inf) > 10 * 1000.0
+    assert bound_us(1000.0) == 1000.0
 
 
 def test_the_same_problem_gives_the_same_mixture(stage: str) -> None:

@@ -353,6 +353,20 @@ def test_what_costs_as_much_as_is_said_or_more_is_not_looked_for(stage: str, see
             solve(problem, below_us=below_us)
         assert_same(error.value.least_us, below_us, seed)
         assert error.value.least_us <= best.objective_us
-    # What costs less by less than the gap is found all the same.
+    # What costs less by less than the gap is not said to cost more.
     found = solve(problem, relative_gap=0.01, below_us=best.objective_us * (1 + 1e-3) + 1e-3)
-    assert found.objective_us < best.objective_us * (1 + 1e-3) + 1e-3
+    assert found.lower_bound_us <= best.objective_us * (1 + 1e-9)
+    assert found.gap <= 0.01 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_a_gap_ends_the_search_of_what_costs_hardly_more_than_is_said(
+    stage: str, seed: int
+) -> None:
+    problem = random_problem(seed, num_variables=14, max_options=4, forbidden=0.0)
+    below_us = 0.999 * solve(problem).objective_us
+    found = solve(problem, relative_gap=0.05, below_us=below_us)
+    assert found.lower_bound_us < below_us <= found.objective_us
+    assert found.gap <= 0.05 * (1 + 1e-9)
+    with pytest.raises(DearPlacementError):  # what may not end so proves it
+        solve(problem, below_us=below_us)

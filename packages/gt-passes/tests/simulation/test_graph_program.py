@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from pass_graphs import capture, collectives, run_pass
 from recorded_step_cases import ON_CPU
+from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from gt_passes import CudaGraphs
 from gt_passes.analysis.outlined_region import OutlinedRegion, RegionOutliner
@@ -16,7 +20,6 @@ from gt_passes.testing import FakeRecorder
 
 H100 = h100_sxm()
 X = torch.ones(2**10)
-NUMBERS = torch.ones(64, dtype=torch.int64)
 LARGE = torch.ones(2**24)  # so much that the host's launches do not hide it
 
 
@@ -87,14 +90,62 @@ def test_one_reading_serves_several_machines():
     assert program.run(cost_model()).timeline.makespan_us == first
 
 
-def test_the_host_waits_once_for_all_numbers_that_it_reads_in_a_row():
-    def read(num: int) -> StepSimulation:
-        def step(x: torch.Tensor) -> torch.Tensor:
-            numbers = [each.item() for each in x.cumsum(0).unbind()[:num]]
-            return torch.ones(sum(numbers))
+def reading(step: Callable[[torch.Tensor], object], device: str = "cpu") -> StepSimulation:
+    """The step, which reads numbers, captured with tensors of that device and simulated."""
 
-        return simulate_step(make_fx(step, tracing_mode="symbolic")(NUMBERS), cost_model())
+    def on_device() -> object:
+        return step(torch.ones(64, dtype=torch.int64, device=device))
 
-    one, all_64 = read(1), read(64)
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        return simulate_step(make_fx(on_device)(), cost_model())
+
+
+def num_waits(simulation: StepSimulation) -> int:
+    """How often the host waits for the device."""
+    return sum(cost.blocks_host for cost in simulation.run.costs)
+
+
+def numbers_of(*tensors: torch.Tensor) -> list[object]:
+    """Each number of each, read one after another, as ``tolist`` does."""
+    return [each.item() for tensor in tensors for each in tensor.unbind()]
+
+
+def test_can_read_numbers_of_one_tensor_in_a_row_for_one_wait_where_it_was_captured_on_a_cpu():
+    one = reading(lambda x: torch.ones(x.cumsum(0).unbind()[0].item()))
+    all_64 = reading(lambda x: torch.ones(numbers_of(x.cumsum(0))[63]))
+    assert (num_waits(one), num_waits(all_64)) == (1, 1)
     assert all_64.step_us - one.step_us == pytest.approx(63 * H100.host_scalar_us, rel=1e-4)
     assert one.host_idle_us > H100.host_sync_us
+
+
+def test_can_read_numbers_of_a_copy_in_host_memory_for_no_further_wait():
+    def copied(x: torch.Tensor) -> object:
+        counts = x.to("cpu")
+        return x.sin(), numbers_of(counts)
+
+    assert num_waits(reading(copied, "cuda")) == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "device", "num_waiting"),
+    [
+        (lambda x: numbers_of(x), "cuda", 64),
+        (lambda x: numbers_of(x, x + 1), "cpu", 2),
+        (lambda x: numbers_of(*x.sort()), "cpu", 2),
+        (lambda x: (x[0].item(), x.sin(), x[1].item()), "cpu", 2),
+        (lambda x: (x[0].item(), (x + 1)[0].item(), x[1].item()), "cpu", 3),
+        (lambda x: numbers_of(x.to("cpu").cuda()), "cuda", 1 + 64),
+    ],
+    ids=[
+        "on CUDA",
+        "another tensor",
+        "another result",
+        "an operator between",
+        "in turns",
+        "copied back",
+    ],
+)
+def test_cannot_read_further_numbers_for_no_wait(
+    step: Callable[[torch.Tensor], object], device: str, num_waiting: int
+):
+    assert num_waits(reading(step, device)) == num_waiting

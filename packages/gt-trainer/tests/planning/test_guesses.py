@@ -214,6 +214,29 @@ def test_gathered_weights_are_copied_for_every_microbatch():
     assert copied - once == pytest.approx(1e6 * _MODEL.num_parameters * 4 / rate)
 
 
+def test_experts_that_nobody_shares_are_not_copied():
+    layer = replace(_DENSE, expert_parameters=4_000_000)
+    model = replace(_EXPERTS, layers=(layer,))
+
+    def weights_us(dp_shard: int, *, tp: int, ep: int) -> float:
+        recipe = RunRecipe(
+            dp_shard=dp_shard,
+            tp=tp,
+            ep=ep,
+            microbatch=1,
+            global_batch=dp_shard,
+            memory_policy="selective",
+        )
+        return _weights_us(recipe, model, PipelineLayouts(model).of(recipe), _MACHINE)
+
+    rate = _MACHINE.hbm_bytes_per_s * _MACHINE.hbm_streaming_efficiency
+    copied_us = 1e6 * 14 * layer.expert_parameters / rate
+    for dp_shard, tp in ((4, 1), (2, 2)):
+        by_two = weights_us(dp_shard, tp=tp, ep=2)
+        assert by_two - weights_us(dp_shard, tp=tp, ep=4) == pytest.approx(copied_us / 2)
+        assert weights_us(dp_shard, tp=tp, ep=1) - by_two == pytest.approx(copied_us / 2)
+
+
 def test_casts_to_8_bits_take_longer_where_nothing_is_fused():
     def casts_us(linears: str, *, is_fused: bool) -> float:
         model = replace(_MODEL, is_fused=is_fused)

@@ -38,10 +38,11 @@ class Incumbent:
 
     @property
     def cutoff_us(self) -> float:
-        """Choices that cost this or more are not worth looking for."""
-        if self.objective_us >= self.below_us:
-            return self.below_us
-        return less_by(self.objective_us, max(self.gap, PRECISION))
+        """Choices that cost this or more are not worth looking for.
+
+        The gap ends a search of which the best choice costs ``below_us`` or hardly more, too.
+        """
+        return min(self.below_us, less_by(self.objective_us, max(self.gap, PRECISION)))
 
     def offer(self, choices: tuple[int, ...]) -> bool:
         """Takes ``choices`` if they keep the budgets and cost less than the best yet.

@@ -154,6 +154,9 @@ class _MixedSearch:
     mixture: Mixture | None = None
     lower_bound_us: float = -math.inf
     part: SearchPart = field(init=False)
+    _num_raised: int = 0
+    """How often prices of memory were."""
+
     _bounding: Bounding = field(init=False)
     _rounds: int = field(init=False)
     _bound_prices: Prices = field(init=False)
@@ -198,23 +201,24 @@ class _MixedSearch:
         # Whatever was dropped costs no less than the cutoff; inf if there is no mixture at all.
         cutoff = self.incumbent.cutoff_us
         self.lower_bound_us = min(part.lower_bound_us, cutoff) if alive else cutoff
+        if alive and self._num_raised:
+            # At such prices what has no mixture may have any bound, and that says nothing more.
+            self.lower_bound_us = min(self.lower_bound_us, self.below_us)
         self._report("mixed")
 
     def _turns(self) -> bool:
         """False if nothing is left below the cutoff."""
-        part, num_raised = self.part, 0
+        part = self.part
         # What it takes to find options that keep the budgets leaves as many turns as ever.
         for turn in range(2 * self.settings.relaxations):
-            # Before prices are raised: at such prices what has no solution may have any bound.
             if self._is_late() or part.lower_bound_us >= self.below_us:
                 return True
-            if turn - num_raised == self.settings.relaxations:
+            if turn - self._num_raised == self.settings.relaxations:
                 break
             result = self._relaxed()
             if result is None:
                 if not self._raise_memory_prices():
                     return False
-                num_raised += 1
                 continue
             if result.feasible is False:
                 return False
@@ -224,7 +228,9 @@ class _MixedSearch:
                 return False
             distance = result.lower_bound_us - part.lower_bound_us
             scale = self.gap * abs(part.lower_bound_us)
-            if (turn == num_raised and self._best_us() == math.inf) or distance <= _CLOSE * scale:
+            if (
+                turn == self._num_raised and self._best_us() == math.inf
+            ) or distance <= _CLOSE * scale:
                 self._mix(self.settings.mixture_pairs[0])
                 if part.lower_bound_us >= self.incumbent.cutoff_us:
                     return False
@@ -260,6 +266,7 @@ class _MixedSearch:
 
         Such prices are guesses: they outlive the search only if they raise the bound.
         """
+        self._num_raised += 1
         part, cuts = self.part, self.incumbent.price_model.cuts
         usual = np.median([abs(cut.constant) for cut in cuts]) if cuts else 0.0
         scale = max(part.lower_bound_us, float(usual))

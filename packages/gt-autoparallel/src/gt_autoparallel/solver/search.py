@@ -27,7 +27,7 @@ from gt_autoparallel.solver.bounding import (
 )
 from gt_autoparallel.solver.branching import branch
 from gt_autoparallel.solver.highs_model import HighsModel
-from gt_autoparallel.solver.incumbent import Incumbent
+from gt_autoparallel.solver.incumbent import PRECISION, Incumbent, less_by
 from gt_autoparallel.solver.message_passing import Prices
 from gt_autoparallel.solver.price_model import PriceModel
 from gt_autoparallel.solver.problem import Problem
@@ -110,7 +110,7 @@ class Search:
     def has_nothing_below(self) -> bool:
         """Whether it is known that no choice costs less than ``below_us``."""
         found_none = self.incumbent.objective_us >= self.below_us
-        return found_none and self.lower_bound_us >= self.incumbent.cutoff_us
+        return found_none and self.lower_bound_us >= less_by(self.below_us, PRECISION)
 
     def _report(self, stage: str, part: SearchPart) -> None:
         if self.progress is not None:

@@ -54,7 +54,8 @@ def solve(
         rivals: parts of the problem; whatever the gap, the result costs no more than the best
             choice of each, unless that takes longer than the search itself and than a tenth of the
             time limit.
-        below_us: choices that cost this or more are not looked for.
+        below_us: choices that cost this or more are not looked for. One that is found may cost more
+            all the same, if the gap ends the search before it is known whether all do.
 
     Raises:
         PlacementInputError: the problem's arrays do not fit each other.

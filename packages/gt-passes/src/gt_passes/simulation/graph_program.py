@@ -3,11 +3,14 @@
 Operators run on one compute stream in the graph's order; each process group has a stream of its
 own, as torch gives each NCCL communicator one. A collective starts after everything that was issued
 to the compute stream before it (its launch records an event there), and a wait makes the compute
-stream wait for it. Views cost the host alone. What reads numbers on the host waits for the device,
-once for all that are read in a row, since they are copied to the host together. Copies to host
-memory and back that are waited for share one stream. A compiled region runs its body, fused
-(``compiled_region``); a piece that is replayed as a CUDA graph runs its body for one launch by the
-host.
+stream wait for it. Views cost the host alone. Copies to host memory and back that are waited for
+share one stream. A compiled region runs its body, fused (``compiled_region``); a piece that is
+replayed as a CUDA graph runs its body for one launch by the host.
+
+Where the host reads a number of a CUDA tensor, it waits for the device. Of a copy in host memory it
+does not: a copy has waited. A graph that was captured on a CPU for a run on a GPU says neither.
+There numbers of one tensor that are read in a row are assumed to be copied to the host together, as
+``tolist`` of such a copy reads them: the first one waits. Another tensor is another copy.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import torch
 from torch.fx import GraphModule, Node
 
+from gt_passes._torch_internals import value_of
 from gt_passes.analysis.host_copies import is_host_copy
 from gt_passes.analysis.outlined_region import OutlinedRegion, region_inputs, region_of
 from gt_passes.cuda_graphs.cuda_graph_replay import ReplayedPiece
@@ -26,6 +31,7 @@ from gt_passes.simulation.compiled_region import FusedKernel, compiled_kernels
 from gt_passes.simulation.cost_model import CostModel, OpCost
 from gt_passes.simulation.operands import OperandReader
 from gt_passes.simulation.timeline import Task, Timeline, schedule
+from gt_passes.simulation.work import is_view_node
 
 COMPUTE_STREAM = "compute"
 COPY_STREAM = "copies to and from the host"
@@ -188,6 +194,12 @@ class _Lowering:
         """From a collective or copy, and what is taken out of its results, to its task."""
 
         self._last_compute: tuple[int, ...] = ()
+        self._last_read: Node | None = None
+        """The tensor of which the host read a number, if the compute stream did nothing since."""
+
+        self._copied: set[Node] = set()
+        """Copies between the memories of host and device."""
+
         self._pending_host_us = 0.0
 
     def alias(self, node: Node, stands_for: Node) -> None:
@@ -211,7 +223,7 @@ class _Lowering:
         elif cost.kind == "view":
             self._pass_on(node)
             self._pending_host_us += cost.host_us
-        elif cost.kind == "host_scalar" and self._host_has_read:
+        elif cost.kind == "host_scalar" and self._is_known(_read_tensor(node)):
             self._pending_host_us += cost.host_us
         elif cost.kind == "collective":
             assert cost.collective is not None  # the cost model says so
@@ -225,13 +237,18 @@ class _Lowering:
         else:
             self._compute(node, cost, ())
 
-    @property
-    def _host_has_read(self) -> bool:
-        """Whether the compute stream has done nothing since the host waited for numbers of it."""
-        return any(self.costs[task].kind == "host_scalar" for task in self._last_compute)
+    def _is_known(self, tensor: Node) -> bool:
+        """Whether the host has the numbers of a tensor, and waits for nothing to read one."""
+        value = value_of(tensor)
+        assert isinstance(value, torch.Tensor)  # a number was read of it
+        is_read = tensor in self._copied or tensor is self._last_read
+        return value.device.type == "cpu" and is_read
 
     def _compute(self, node: Node, cost: OpCost, waits_for: tuple[int, ...]) -> None:
         self._last_compute = (self._append(node, cost, COMPUTE_STREAM, waits_for),)
+        self._last_read = _read_tensor(node) if cost.kind == "host_scalar" else None
+        if cost.kind == "host_copy":
+            self._copied.add(node)
 
     def _append(self, node: Node, cost: OpCost, stream: str, waits_for: tuple[int, ...]) -> int:
         self.tasks.append(
@@ -256,3 +273,14 @@ class _Lowering:
         for argument in node.all_input_nodes:
             if argument in self._launched:
                 self._launched[node] = self._launched[argument]
+
+
+def _read_tensor(node: Node) -> Node:
+    """The tensor of which a node reads a number on the host, whatever it was viewed as for that."""
+    (tensor,) = node.all_input_nodes
+    while is_view_node(tensor):
+        (viewed, *_) = tensor.all_input_nodes
+        if tensor.target is operator.getitem and not is_view_node(viewed):
+            break  # one of several results, which are tensors of their own
+        tensor = viewed
+    return tensor

@@ -4,8 +4,9 @@ A guess is wrong in the same way for recipes alike: what one of them took and he
 guessed, corrects those that are left. So when one does not fit, those come next that hold less,
 by stronger recomputation, more stages or a smaller microbatch, and not its neighbours.
 
-A plan may have time for few. So until one is known to fit, those come first that hold clearly less
-than there is.
+A plan may have time for few. So until one is known to fit on a machine, those come first that hold
+clearly less than it has. Any one ends this, for then the plan has an answer; it says nothing of
+guesses at other policies, which what is simulated of them corrects.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ class LearnedOrder:
         """Equal for recipes that differ in how many of their shards are replicas; kinds first."""
 
         self._is_begun = np.zeros(len(guesses), dtype=np.bool_)
-        self._is_proven = False
+        self._is_proven = [False] * len(machines)
+        """Whether something is known to fit, on each."""
+
         self._seen: dict[_Kind, list[_Correction]] = {}
         self._places: NDArray[np.float64] | None = None
 
@@ -93,8 +96,10 @@ class LearnedOrder:
             factors = np.array([each.step_us for each in known])[kinds]
             self._places = np.where(self._is_begun, _AGAIN, 1.0) * np.min(
                 [
-                    order(step_us * factors, held_bytes, machine, is_proven=self._is_proven)
-                    for step_us, machine in zip(self._step_us.T, self._machines, strict=True)
+                    order(step_us * factors, held_bytes, machine, is_proven=is_proven)
+                    for step_us, machine, is_proven in zip(
+                        self._step_us.T, self._machines, self._is_proven, strict=True
+                    )
                 ],
                 axis=0,
             )
@@ -116,7 +121,7 @@ class LearnedOrder:
         self._places = None
 
     def learn(self, number: int, outcome: RecipeOutcome) -> None:
-        """What was simulated on the first machine."""
+        """What was simulated on the first machine; it holds as much on the others."""
         guess = self._guess(number)
         found = _Correction(
             step_us=outcome.step_us / guess.step_us[0],
@@ -124,7 +129,8 @@ class LearnedOrder:
         )
         for kind in _kinds(guess.recipe):
             self._seen.setdefault(kind, []).append(found)
-        self._is_proven |= outcome.fits
+        for place, machine in enumerate(self._machines):
+            self._is_proven[place] |= outcome.peak_bytes <= machine.hbm_capacity_bytes
         self._places = None
 
     def _guess(self, number: int) -> Guess:
