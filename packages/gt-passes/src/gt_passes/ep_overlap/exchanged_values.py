@@ -4,8 +4,7 @@ A rank receives as many rows as its peers send: a sum of one size for each. Oper
 dozens of questions, and SymPy takes milliseconds for each where there are 256 peers. What a
 dispatch gave is one symbol from then on (``ShortenedSizes``), and all that is computed of it. What
 comes back is as much as went out: that is a number, which operators find out by comparing the two.
-Such a sum is short only
-while an operator runs that does no more than that, if it compares at all.
+Such a sum is short only while an operator runs that does no more than that, if it compares at all.
 """
 
 from __future__ import annotations
