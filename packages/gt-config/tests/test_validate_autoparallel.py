@@ -108,8 +108,8 @@ def test_chunks_of_a_placed_model_are_of_samples_with_tensor_parallelism():
         flag="--compile.ep_overlap.chunk_dim",
         value="seq",
         allowed="'batch' with --compile.autoparallel and --parallelism.tensor_parallel_degree 2: a "
-        "plan may cut the sequence between these ranks inside the modules, and chunks of such a "
-        "plan have not been seen to train like a whole model",
+        "plan exchanges parts of the sequence for parts of features between these ranks inside the "
+        "modules, and what arrives is no chunk of it",
         fix="use --compile.ep_overlap.chunk_dim batch, or --parallelism.tensor_parallel_degree 1",
     )
 

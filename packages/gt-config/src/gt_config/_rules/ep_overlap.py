@@ -126,8 +126,8 @@ def _ep_overlap_on_the_graph_by_samples_with_tp(subject: Subject) -> Iterator[Vi
             subject,
             "config.ep_overlap.chunk_dim",
             allowed=f"'batch' with --compile.autoparallel and {flag_of('topology.tp')} "
-            f"{subject.topology.tp}: a plan may cut the sequence between these ranks inside the "
-            "modules, and chunks of such a plan have not been seen to train like a whole model",
+            f"{subject.topology.tp}: a plan exchanges parts of the sequence for parts of features "
+            "between these ranks inside the modules, and what arrives is no chunk of it",
             fix=f"use {flag_of('config.ep_overlap.chunk_dim')} batch, or "
             f"{flag_of('topology.tp')} 1",
         )
