@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from gt_autoparallel import apply_plan
 from gt_passes.simulation import h100_sxm
 from gt_trainer.planning.module_recipes import mesh_of
-from gt_trainer.planning.placed_module import ModuleWithLoss, on_meta, placement_of
+from gt_trainer.planning.placed_module import ModuleWithLoss, meta_inputs, placement_of
 from gt_trainer.planning.run_recipe import RunRecipe
 
 WIDTH = 8
@@ -32,7 +32,7 @@ def placed_beside_whole() -> tuple[list[str], dict[str, tuple[torch.Tensor, torc
     batch = torch.randn(2, RECIPE.global_batch, WIDTH).unbind()
     mesh = mesh_of(RECIPE, "cpu")
     mine = [each.chunk(RECIPE.dp_shard)[mesh.get_local_rank("data")] for each in batch]
-    plan = placement_of(RECIPE, placed, on_meta(mine), h100_sxm(), mixed_precision=None)
+    plan = placement_of(RECIPE, placed, meta_inputs(mine), h100_sxm(), mixed_precision=None)
     apply_plan(placed, plan, mesh)
     found = {"loss": (whole(*batch), placed(*mine))}
     for value in found["loss"]:

@@ -123,14 +123,19 @@ class GraphChunkingError(_ProblemsError, ValueError):
 
     _heading = "the graph cannot be run in chunks:"
 
-    def __str__(self) -> str:
+    @property
+    def shown_problems(self) -> list[str]:
+        """The first ones, and how many more there are."""
         shown = list(self.problems[:_MAX_SHOWN_PROBLEMS])
         if len(self.problems) > _MAX_SHOWN_PROBLEMS:
             shown.append(
                 f"and {len(self.problems) - _MAX_SHOWN_PROBLEMS} more, in "
                 "GraphChunkingError.problems"
             )
-        return "\n  - ".join([self._heading, *shown])
+        return shown
+
+    def __str__(self) -> str:
+        return "\n  - ".join([self._heading, *self.shown_problems])
 
 
 class UnknownPassError(GtPassesError, ValueError):

@@ -67,9 +67,8 @@ def step_judge(
 
 def why_no_chunks(error: GraphChunkingError) -> str:
     """Why a plan's step cannot be made, in one line."""
-    _, *problems = str(error).split("\n  - ")  # of many some
     chunks = "the chunks of --compile.ep_overlap.enabled"
-    return f"its step cannot run in {chunks}: {'; '.join(problems)}"
+    return f"its step cannot run in {chunks}: {'; '.join(error.shown_problems)}"
 
 
 def judged_step(found: SimulatedRun) -> JudgedStep:

@@ -185,12 +185,12 @@ def plan_module(
                 placement = trial.placement_of(recipe)
                 outcomes.append(trial.outcome_of(recipe, placement))
                 placements[recipe] = placement
-        for recipe in staged_recipes(chosen[0], stages) if stages is not None else ():
-            what = f"pp {recipe.pp} by {recipe.schedule}"
-            if stages is None or what in left_out:
-                continue
-            with _told(left_out, what):
-                outcomes.append(trial.outcome_of_stages(recipe, stages))
+        if stages is not None:
+            for recipe in staged_recipes(chosen[0], stages):
+                what = f"pp {recipe.pp} by {recipe.schedule}"
+                if what not in left_out:
+                    with _told(left_out, what):
+                        outcomes.append(trial.outcome_of_stages(recipe, stages))
     return ModulePlan(
         cluster=cluster,
         num_gpus=num_gpus,
@@ -208,7 +208,7 @@ def _told(left_out: dict[str, str], what: str) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001  # the user's module and loss may raise anything
         head, *rest = str(error).splitlines() or [""]
-        text = " ".join([head, "; ".join(each.strip() for each in rest)]).strip()
+        text = " ".join([head, "; ".join(each.strip().removeprefix("- ") for each in rest)]).strip()
         is_ours = isinstance(error, (GtPipelineError, PlacementError))
         left_out[what] = text if is_ours else f"{type(error).__name__}: {text}"
 

@@ -6,6 +6,7 @@ The ranks do not exist, and tensors have no values.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,8 +28,7 @@ from gt_trainer.planning.module_recipes import mesh_of, mode_of, passes_of
 from gt_trainer.planning.placed_module import (
     ModuleWithLoss,
     labels_of_placed,
-    loss_of_placed,
-    on_meta,
+    meta_inputs,
     placement_of,
 )
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
@@ -65,7 +65,7 @@ class ModuleTrial:
             placement: of a recipe with tensor parallelism.
         """
         mine, loss = self._shared(recipe, placement)
-        traced = _captured(mine, loss, on_meta(self.inputs, times=recipe.tp))
+        traced = _captured(mine, loss, meta_inputs(self.inputs, times=recipe.tp))
         passes = passes_of(recipe, layers=self.layers)
         optimize(traced, CompileConfig(verify_passes=False), passes=passes)
         facts = self._facts(recipe, mine.parameters(), num_microbatches=recipe.num_microbatches)
@@ -80,7 +80,7 @@ class ModuleTrial:
         return placement_of(
             recipe,
             self._with_loss(),
-            on_meta(self.inputs, times=recipe.tp),
+            meta_inputs(self.inputs, times=recipe.tp),
             self.machine,
             mixed_precision=self.mixed_precision,
         )
@@ -91,7 +91,7 @@ class ModuleTrial:
         Raises:
             GtPipelineError: the module cannot be cut so, or not run by that schedule.
         """
-        staged = StagedModule.of(_on_meta(self.model), stages, recipe, on_meta(self.inputs))
+        staged = StagedModule.of(_meta_copy(self.model), stages, recipe, meta_inputs(self.inputs))
         mesh = mesh_of(recipe, "cpu")["shard"]
         for part in staged.parts:
             shard(part, mesh, mode=mode_of(recipe), mixed_precision=self.mixed_precision)
@@ -108,13 +108,13 @@ class ModuleTrial:
         if placement is not None:
             # What hooks compute was captured; a run that places the module is asked about them.
             placed = apply_plan(self._with_loss(), placement, mesh, ignore_hooks=True)
-            return placed, loss_of_placed
-        mine = _on_meta(self.model)
+            return placed, operator.call
+        mine = _meta_copy(self.model)
         shard(mine, mesh, mode=mode_of(recipe), mixed_precision=self.mixed_precision)
         return mine, self.loss
 
     def _with_loss(self) -> ModuleWithLoss:
-        return ModuleWithLoss(_on_meta(self.model), self.loss)
+        return ModuleWithLoss(_meta_copy(self.model), self.loss)
 
     def _with_mfu(self, outcome: RecipeOutcome) -> RecipeOutcome:
         mfu = model_flops_utilization(
@@ -143,7 +143,7 @@ class ModuleTrial:
         )
 
 
-def _on_meta(model: nn.Module) -> nn.Module:
+def _meta_copy(model: nn.Module) -> nn.Module:
     """A copy without values. What is shared in the model is shared in it."""
     state: dict[int, Any] = {}
     for buffer in model.buffers():

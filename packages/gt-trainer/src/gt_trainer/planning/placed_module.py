@@ -8,7 +8,6 @@ any other. What the solver thinks that it takes ranks nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,11 +73,10 @@ def placement_of(
         PlacementError: the module cannot be placed, or does not fit.
     """
     precision = mixed_precision or MixedPrecision()
-    of_all = [each.new_empty((each.shape[0] * recipe.dp_shard, *each.shape[1:])) for each in inputs]
     return find_placement(
         module,
         MeshShape(names=MESH_AXES, sizes=(recipe.dp_shard, recipe.tp)),
-        of_all,
+        meta_inputs(inputs, times=recipe.dp_shard),
         PlacementRequest(
             constraints=Constraints(inputs={"*": (Shard(0), Replicate())}),
             cost_model=CostModel(machine),
@@ -95,15 +93,9 @@ def labels_of_placed(mesh: DeviceMesh) -> dict[str, str]:
     return {mesh.get_group(axis).group_name: label for axis, label in labels}
 
 
-def on_meta(tensors: Sequence[Tensor], *, times: int = 1) -> list[Tensor]:
+def meta_inputs(tensors: Sequence[Tensor], *, times: int = 1) -> list[Tensor]:
     """As many tensors without values, with ``times`` as many samples."""
     return [
         torch.empty((each.shape[0] * times, *each.shape[1:]), dtype=each.dtype, device="meta")
         for each in tensors
     ]
-
-
-def loss_of_placed(module: Any, *inputs: Tensor) -> Tensor:
-    """``Loss`` of a ``ModuleWithLoss``."""
-    value: Tensor = module(*inputs)
-    return value
