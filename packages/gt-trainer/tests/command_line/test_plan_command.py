@@ -11,6 +11,7 @@ from planning.outcomes import outcome, report
 
 from gt_trainer.command_line import plan_command
 from gt_trainer.command_line.command_line import UsageError, parse_command_line
+from gt_trainer.models.llama3 import llama3_debugmodel
 
 
 class _Ended(BaseException):
@@ -93,3 +94,57 @@ def test_an_answer_that_cannot_be_run_is_shown_before_it_is_an_error(monkeypatch
     with pytest.raises(UsageError, match=r"^none of the 1 recipes that were simulated fits$"):
         _asked(monkeypatch, tmp_path, lambda *args, **options: too_large, shown)
     assert "  nothing fits     the least that was simulated needs 90.0 GiB of 74.0" in shown[0]
+
+
+def _asked_beside(typed):
+    """The question of a plan with these flags beside; nothing is planned."""
+    questions = []
+
+    def make_plan(config, question, **options):
+        questions.append(question)
+        return report((outcome(8),))
+
+    command = parse_command_line(
+        ["plan", "--config", "llama3_debugmodel", "--gpus", "8", "--beside", typed]
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(plan_command, "make_plan", make_plan)
+        plan_command.asked_plan(
+            llama3_debugmodel(), command, tell=lambda line: None, show=lambda text: None
+        )
+    (question,) = questions
+    return question
+
+
+def test_a_recipe_beside_is_asked_of_the_plan_by_its_values():
+    question = _asked_beside("--parallelism.tensor_parallel_degree 8 --batch 2")
+    assert question.beside == {
+        "--parallelism.tensor_parallel_degree": 8,
+        "--training.local_batch_size": 2,
+    }
+    assert question.fixed == {}
+
+
+@pytest.mark.parametrize(
+    ("typed", "problem"),
+    [
+        (
+            "--parallelism.tensor_parallel_degre 8",
+            (
+                "--beside: no flag '--parallelism.tensor_parallel_degre'. Did you mean "
+                "'--parallelism.tensor_parallel_degree'?\ngt-train --help-all lists every flag"
+            ),
+        ),
+        (
+            "--batch 2 --seq-len 128",
+            (
+                "--beside takes flags in which recipes differ, and has --training.seq_len 128: what "
+                "all recipes have is given to the plan"
+            ),
+        ),
+    ],
+)
+def test_flags_beside_that_are_none_of_a_recipe_are_refused(typed, problem):
+    with pytest.raises(UsageError) as raised:
+        _asked_beside(typed)
+    assert str(raised.value) == problem

@@ -94,3 +94,34 @@ def test_a_page_does_not_take_the_place_of_its_data(tmp_path):
     assert raised.value.problems == (
         f"--page is {page!r}, where the plan's data would be: name it .html",
     )
+
+
+def test_a_recipe_beside_is_typed_as_its_flags_in_one_word():
+    command = parse_command_line(
+        ["plan", "--beside", "--parallelism.tensor_parallel_degree 8 --batch 2", "--gpus", "8"]
+    )
+    assert command.plan.beside == (
+        *("--parallelism.tensor_parallel_degree", "8"),
+        *("--training.local_batch_size", "2"),
+    )
+    assert command.plan.gpus == 8
+    assert command.overrides == ()
+
+
+@pytest.mark.parametrize(
+    ("typed", "problem"),
+    [
+        (
+            "tp 8",
+            (
+                "--beside is 'tp 8', and takes the flags of a recipe in one word, such as "
+                "'--parallelism.tensor_parallel_degree 8 --compile.memory_policy selective'"
+            ),
+        ),
+        ("--a 'b", '--beside is "--a \'b", which is no command line: No closing quotation'),
+    ],
+)
+def test_a_recipe_beside_that_is_none_is_refused(typed, problem):
+    with pytest.raises(UsageError) as raised:
+        parse_command_line(["plan", "--config", "llama3_8b", "--beside", typed])
+    assert raised.value.problems == (problem,)

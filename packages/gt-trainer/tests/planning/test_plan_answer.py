@@ -146,3 +146,40 @@ def test_what_nothing_else_explains_waits_for_the_host():
     assert binding(waiting) == (
         "50% of the step computes; most of the rest: 30.0% waiting for the host"
     )
+
+
+def test_a_recipe_beside_is_compared_with_the_first():
+    first, slower, large = outcome(8), outcome(4, ms=1250.0), outcome(2, gib=90)
+    found = report((first,), (slower,), (large,))
+
+    def told(recipe, answer=found):
+        of_it = dataclasses.replace(answer, beside=recipe)
+        (line,) = (each for each in str(of_it).splitlines() if each.startswith("  beside  "))
+        return line.removeprefix("  beside           ")
+
+    assert told(first.recipe) == (
+        f"{first.recipe} is the first: nothing that was simulated is faster"
+    )
+    assert told(slower.recipe) == (
+        "1,250.0 ms and 40.0 GiB, 1.25 times the first: 250.0 ms behind, 200.0 ms of computing "
+        f"more: {slower.recipe}"
+    )
+    assert told(large.recipe) == (f"{large.recipe} does not fit: 1,000.0 ms and 90.0 GiB of 74.0")
+    other = outcome(1).recipe
+    assert told(other) == f"{other} was not simulated: the search ended before it was"
+    failure = Unsimulated(recipe=other, reason="it broke", is_refused=False)
+    failed = dataclasses.replace(found.plan, failures=(failure,))
+    assert told(other, dataclasses.replace(found, plan=failed)) == (
+        f"{other} was not simulated: it broke"
+    )
+    assert told(large.recipe, report((large,))).startswith(f"{large.recipe} does not fit")
+    assert "  beside  " not in str(found)
+
+
+def test_a_recipe_beside_is_in_the_data():
+    large = outcome(2, gib=90)
+    found = report((outcome(8),), (large,))
+    assert found.as_data()["beside"] is None
+    data = dataclasses.replace(found, beside=large.recipe).as_data()["beside"]
+    assert (data["fits"], data["step_us"], data["peak_bytes"]) == (False, 1e6, 90 * 2**30)
+    assert data["command"] == found.command(large)

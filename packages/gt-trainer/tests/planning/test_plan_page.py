@@ -1,5 +1,6 @@
 """The page: complete, without a network, and with the answers in it."""
 
+import dataclasses
 from html.parser import HTMLParser
 
 import pytest
@@ -76,6 +77,18 @@ def test_the_page_says_what_fits_what_is_fastest_and_what_limits_it():
     assert "<strong>What limits it:</strong> 80% of the step computes" in page
     assert [page.count(f'class="dot {kind}"') for kind in ("fits", "best", "over")] == [1, 1, 1]
     assert 'href="plan.trace.json"' in page
+
+
+@pytest.mark.parametrize("fitting", [(), ((outcome(8),),)], ids=["nothing_fits", "one_fits"])
+def test_the_page_says_how_a_recipe_beside_compares(fitting):
+    large = outcome(2, gib=90)
+    found = report(*fitting, (large,))
+    page = plan_page(dataclasses.replace(found, beside=large.recipe))
+    assert (
+        "<strong>Yours:</strong> dp_replicate 4 x dp_shard 2 | 1 x 1 seq selective does not fit"
+        in page
+    )
+    assert "Yours" not in plan_page(found)
 
 
 def test_the_page_draws_ranks_and_memory_over_the_step_and_other_numbers_of_gpus():

@@ -19,7 +19,12 @@ from typing import Literal
 
 from gt_trainer.command_line.known_flags import explain_flags, with_underscores
 from gt_trainer.command_line.near_matches import did_you_mean
-from gt_trainer.command_line.plan_options import PLAN_OPTIONS, PlanOptions, plan_options
+from gt_trainer.command_line.plan_options import (
+    PLAN_OPTIONS,
+    TAKES_FLAGS,
+    PlanOptions,
+    plan_options,
+)
 from gt_trainer.command_line.short_names import SHORT_NAMES, written_out
 from gt_trainer.command_line.usage import USAGE
 from gt_trainer.launcher.rendezvous import Rendezvous
@@ -303,7 +308,7 @@ def _read(arguments: Sequence[str]) -> _Reading:
                 rest.pop(0)
         elif has_value:
             reading.values[option] = value
-        elif rest and not rest[0].startswith("--"):
+        elif rest and (option == TAKES_FLAGS or not rest[0].startswith("--")):
             reading.values[option] = rest.pop(0)
         else:
             reading.problems.append(f"{option} needs a value")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from types import FrameType
 
 from gt_trainer.command_line.command_line import CommandLine, UsageError, flags_given
 from gt_trainer.command_line.known_flags import with_underscores
+from gt_trainer.command_line.overrides import apply_overrides
 from gt_trainer.models.catalog import INTENDED_WORLD_SIZE
 from gt_trainer.planning.candidates import NoRecipeError
 from gt_trainer.planning.cluster import ClusterFileError, load_cluster
@@ -117,6 +119,7 @@ def asked_plan(
             scaling_minutes=options.scaling_minutes,
             what_if=options.what_if,
             fixed=values,
+            beside=None if options.beside is None else _beside(config, options.beside),
             further=further,
             model_flags=f"--module {command.module} --config {command.config}",
         )
@@ -136,6 +139,21 @@ def asked_plan(
         show(f"written: {', '.join(map(str, written))}\n")
     if found.without_answer is not None:
         raise UsageError(found.without_answer)
+
+
+def _beside(config: GraphTrainer.Config, flags: Sequence[str]) -> dict[str, object]:
+    """The values that flags of a recipe have."""
+    try:
+        changed = apply_overrides(config, flags)
+    except UsageError as error:
+        raise UsageError(*(f"--beside: {each}" for each in error.problems)) from None
+    of_recipes, others = split_overrides(flags)
+    if others:
+        raise UsageError(
+            f"--beside takes flags in which recipes differ, and has {shlex.join(others)}: what all "
+            "recipes have is given to the plan"
+        )
+    return {flag: _value(changed, flag) for flag in sorted(flags_given(of_recipes) & _IN_RECIPES)}
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

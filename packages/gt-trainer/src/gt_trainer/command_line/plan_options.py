@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from gt_trainer.command_line.short_names import written_out
+
+TAKES_FLAGS = "--beside"
+"""The option whose value begins like a flag."""
 
 PLAN_OPTIONS = (
     "--cluster",
@@ -14,6 +20,7 @@ PLAN_OPTIONS = (
     "--minutes",
     "--what-if",
     "--scaling",
+    TAKES_FLAGS,
     "--page",
 )
 _RELAXABLE = ("nic", "memory")
@@ -34,6 +41,9 @@ class PlanOptions:
     what_if: Mapping[str, float] = field(default_factory=dict)
     scaling_minutes: float | None = None
     """For other numbers of GPUs; None looks at none."""
+
+    beside: tuple[str, ...] | None = None
+    """Flags of a recipe that is simulated in any case, as typed; None for none."""
 
     page: Path | None = None
     """File for the page; None writes none."""
@@ -78,8 +88,25 @@ def plan_options(values: Mapping[str, str], problems: list[str]) -> PlanOptions:
         minutes=positive("--minutes") or PlanOptions().minutes,
         scaling_minutes=positive("--scaling"),
         what_if=_what_if(values.get("--what-if", ""), problems),
+        beside=_beside(values.get(TAKES_FLAGS), problems),
         page=None if page is None else Path(page),
     )
+
+
+def _beside(text: str | None, problems: list[str]) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    try:
+        flags = tuple(map(written_out, shlex.split(text)))
+    except ValueError as error:
+        problems.append(f"--beside is {text!r}, which is no command line: {error}")
+        return None
+    if not flags or not flags[0].startswith("--"):
+        problems.append(
+            f"--beside is {text!r}, and takes the flags of a recipe in one word, such as "
+            "'--parallelism.tensor_parallel_degree 8 --compile.memory_policy selective'"
+        )
+    return flags
 
 
 def _what_if(text: str, problems: list[str]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from gt_trainer.planning.goodput import Goodput, goodput
 from gt_trainer.planning.planner import SearchedPlan
 from gt_trainer.planning.rank_placement import rank_placement
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
+from gt_trainer.planning.run_recipe import RunRecipe
 from gt_trainer.planning.scaling_curve import SCALING_HEAD, ScalingPoint
 
 _MOST_ROWS = 10
@@ -31,6 +32,9 @@ class PlanAnswer:
 
     further: tuple[str, ...]
     """Flags that every recipe has."""
+
+    beside: RunRecipe | None = None
+    """The recipe that was asked about; None if none was."""
 
     scaling: tuple[ScalingPoint, ...] = ()
     """Other sizes; empty if nobody asked."""
@@ -64,9 +68,33 @@ class PlanAnswer:
         failed = f": {plan.failures[0].reason}" if plan.failures else ""
         return f"nothing was simulated in {plan.seconds:.0f} s{_left(plan)}{failed}"
 
+    @property
+    def beside_in_words(self) -> str | None:
+        """How the recipe that was asked about compares to the first; None if none was."""
+        if self.beside is None:
+            return None
+        outcome = self._outcome_beside
+        if outcome is None:
+            failures = (each.reason for each in self.plan.failures if each.recipe == self.beside)
+            reason = next(failures, "the search ended before it was")
+            return f"{self.beside} was not simulated: {reason}"
+        took = f"{ms(outcome.step_us)} and {outcome.peak_bytes / GIB:.1f} GiB"
+        if not outcome.fits:
+            has = f"of {outcome.capacity_bytes / GIB:.1f}"
+            return f"{outcome.recipe} does not fit: {took} {has}"
+        if outcome.recipe == self.ranked[0].recipe:
+            return f"{outcome.recipe} is the first: nothing that was simulated is faster"
+        times = outcome.step_us / self.ranked[0].step_us
+        return f"{took}, {times:.2f} times the first: {why_slower(self.ranked[0], outcome)}"
+
+    @property
+    def _outcome_beside(self) -> RecipeOutcome | None:
+        of_it = (first for first, *_ in self.plan.outcomes if first.recipe == self.beside)
+        return next(of_it, None)
+
     def as_data(self) -> dict[str, object]:
         """The answer as plain data, for programs."""
-        plan = self.plan
+        plan, beside = self.plan, self._outcome_beside
         return {
             "simulated": True,
             "model": self.model,
@@ -78,19 +106,8 @@ class PlanAnswer:
             "num_cut": plan.num_cut,
             "num_simulated": len(plan.outcomes),
             "num_left": plan.num_left,
-            "recipes": [
-                {
-                    "command": self.command(each),
-                    "step_us": each.step_us,
-                    "tokens_per_second_per_gpu": each.tokens_per_second_per_gpu,
-                    "mfu": each.mfu,
-                    "exposed_us": dict(each.exposed_us),
-                    "bubble": each.bubble,
-                    "peak_bytes": each.peak_bytes,
-                    "memory": dict(each.memory),
-                }
-                for each in self.ranked
-            ],
+            "recipes": [self._as_data(each) for each in self.ranked],
+            "beside": None if beside is None else {"fits": beside.fits, **self._as_data(beside)},
             "scaling": [
                 {
                     "num_gpus": each.num_gpus,
@@ -108,6 +125,18 @@ class PlanAnswer:
             ],
         }
 
+    def _as_data(self, outcome: RecipeOutcome) -> dict[str, object]:
+        return {
+            "command": self.command(outcome),
+            "step_us": outcome.step_us,
+            "tokens_per_second_per_gpu": outcome.tokens_per_second_per_gpu,
+            "mfu": outcome.mfu,
+            "exposed_us": dict(outcome.exposed_us),
+            "bubble": outcome.bubble,
+            "peak_bytes": outcome.peak_bytes,
+            "memory": dict(outcome.memory),
+        }
+
     def _lines(self) -> Iterator[str]:
         yield (
             f"Plan of {self.model} on {self.num_gpus:,} {self.cluster.hardware.name}, "
@@ -116,6 +145,7 @@ class PlanAnswer:
         yield from self._search_lines()
         if not self.ranked:
             yield from self._nothing_fits()
+            yield from self._beside()
             yield from self._scaling()
             return
         yield from ranked_table(self.ranked, self.cluster)
@@ -124,6 +154,7 @@ class PlanAnswer:
         yield from self._memory_binds(best)
         if len(self.ranked) > 1:
             yield f"  second           {why_slower(best, self.ranked[1])}"
+        yield from self._beside()
         yield from self._what_if(best)
         yield from self._placement(best)
         yield from self._sensitivity()
@@ -161,6 +192,11 @@ class PlanAnswer:
             f"  nothing fits     the least that was simulated needs "
             f"{least.peak_bytes / GIB:.1f} GiB of {least.capacity_bytes / GIB:.1f}: {least.recipe}"
         )
+
+    def _beside(self) -> Iterator[str]:
+        words = self.beside_in_words
+        if words is not None:
+            yield f"  beside           {words}"
 
     def _memory_binds(self, best: RecipeOutcome) -> Iterator[str]:
         faster = [each[0] for each in self.plan.outcomes if each[0].step_us < best.step_us]

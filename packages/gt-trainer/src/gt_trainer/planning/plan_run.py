@@ -23,6 +23,7 @@ from gt_trainer.planning.model_counts import ModelCounts
 from gt_trainer.planning.plan_answer import PlanAnswer
 from gt_trainer.planning.plan_page import plan_page
 from gt_trainer.planning.planner import bounded_candidates, search_plan
+from gt_trainer.planning.recipe_beside import recipe_beside
 from gt_trainer.planning.scaling_curve import ScalingPoint, scaling_curve
 from gt_trainer.planning.simulate_recipes import simulate_recipes
 from gt_trainer.planning.unplanned_flags import check_plannable
@@ -55,6 +56,9 @@ class PlanQuestion:
 
     fixed: Mapping[str, object]
     """Values that recipes must have, by flag."""
+
+    beside: Mapping[str, object] | None = None
+    """Values by flag of a recipe that is simulated whatever its bounds say; None for none."""
 
     further: tuple[str, ...] = ()
     """Flags of the configuration that are no part of a recipe, as typed."""
@@ -104,6 +108,9 @@ def make_plan(
         fixed=question.fixed,
     )
     check_possible(request, model, question.cluster)
+    beside = None
+    if question.beside is not None:
+        beside = recipe_beside(config, question.beside, request, model, asked=asked)
     relaxed = [
         question.cluster.with_relaxed({name: value}).hardware
         for name, value in question.what_if.items()
@@ -116,6 +123,7 @@ def make_plan(
         asked=asked,
         seconds=60 * question.minutes,
         enough=question.enough,
+        beside=beside,
         tell=tell,
         is_stopped=is_stopped,
     )
@@ -139,6 +147,7 @@ def make_plan(
         num_gpus=question.num_gpus,
         global_batch_tokens=tokens,
         plan=plan,
+        beside=beside,
         model_flags=question.model_flags,
         further=question.further,
         scaling=scaling,
