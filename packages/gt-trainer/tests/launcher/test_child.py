@@ -26,13 +26,24 @@ def test_an_exception_is_told_with_the_childs_traceback():
     def fail() -> None:
         raise KeyError("no such stage")
 
-    with pytest.raises(ChildFailedError, match=r"(?s)in fail\n.*KeyError: 'no such stage'"):
+    with pytest.raises(ChildFailedError, match=r"(?s)in fail\n.*KeyError: 'no such stage'") as told:
         run_in_child(fail, timeout_seconds=60)
+    assert told.value.reason == "KeyError: 'no such stage'"
+
+
+def test_the_reason_is_what_an_exception_begins_with():
+    def fail() -> None:
+        raise ValueError("two things are wrong:\n  this\n  that\nhint: try something else")
+
+    with pytest.raises(ChildFailedError) as told:
+        run_in_child(fail, timeout_seconds=60)
+    assert told.value.reason == "ValueError: two things are wrong: this"
 
 
 def test_a_child_that_is_killed_is_told():
-    with pytest.raises(ChildFailedError, match=r"^a child process ended with status -9$"):
+    with pytest.raises(ChildFailedError, match=r"^a child process ended with status -9$") as told:
         run_in_child(lambda: os.kill(os.getpid(), signal.SIGKILL), timeout_seconds=60)
+    assert told.value.reason == str(told.value)
 
 
 def test_a_child_that_takes_too_long_is_killed():

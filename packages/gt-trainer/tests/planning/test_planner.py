@@ -10,6 +10,7 @@ from planning.outcomes import outcome
 from planning.small_problems import small_model
 
 from gt_passes.simulation import h100_sxm
+from gt_trainer.launcher.child import ChildFailedError
 from gt_trainer.planning import planner
 from gt_trainer.planning.candidates import PlanRequest, candidates
 from gt_trainer.planning.learned_order import Guess, LearnedOrder
@@ -72,6 +73,22 @@ def test_a_result_that_holds_less_than_its_bound_is_a_failure():
         f"its bounds were wrong: {small.recipe} holds 42,949,672,960 bytes, and its bound is "
         "53,687,091,200"
     )
+
+
+def test_a_child_that_failed_is_a_failure_of_all_that_it_was_to_simulate():
+    def fail():
+        raise ChildFailedError("Traceback\nValueError: wrong\nhint", "ValueError: wrong")
+
+    child, wrong, other = _Child(None), outcome(8), outcome(4)
+    child.result = fail
+    frontier, found, told = _frontier(wrong, other), _found(wrong, other), []
+    batch = [frontier.take(), frontier.take()]
+    _take_results(child, batch, frontier, found, told.append)
+    assert [(each.recipe, each.reason) for each in found.failures] == [
+        (wrong.recipe, "ValueError: wrong"),
+        (other.recipe, "ValueError: wrong"),
+    ]
+    assert told == [f"failed: {each.recipe}: ValueError: wrong" for each in (wrong, other)]
 
 
 def test_nothing_more_is_begun_when_enough_was_found_or_time_is_over():

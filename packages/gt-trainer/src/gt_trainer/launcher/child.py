@@ -20,9 +20,21 @@ from gt_trainer.launcher.rank_process import die_with
 
 ResultT = TypeVar("ResultT")
 
+_LINES_OF_REASON = 2
+"""A first line often announces what the second says; the last ones are often hints."""
+
 
 class ChildFailedError(RuntimeError):
-    """What a child raised, in words, or how it ended."""
+    """What a child raised, in words, or how it ended.
+
+    Args:
+        text: all of it.
+        reason: the exception and what its text begins with, in one line; None for ``text``.
+    """
+
+    def __init__(self, text: str, reason: str | None = None) -> None:
+        super().__init__(text)
+        self.reason = text if reason is None else reason
 
 
 class ChildTimedOutError(ChildFailedError):
@@ -63,7 +75,7 @@ class RunningChild(Generic[ResultT]):
             raise ChildFailedError(f"a child process ended with status {status}") from None
         self._process.join()
         if not succeeded:
-            raise ChildFailedError(value)
+            raise ChildFailedError(*value)
         result: ResultT = value
         return result
 
@@ -102,5 +114,10 @@ def _run(function: Callable[[], object], sender: Connection, parent_pid: int) ->
     torch.set_num_threads(1)  # OpenMP's threads, if there were any, were not forked
     try:
         sender.send((True, function()))
-    except Exception:  # noqa: BLE001  # whatever it is, the parent waits for it
-        sender.send((False, traceback.format_exc()))
+    except Exception as error:  # noqa: BLE001  # whatever it is, the parent waits for it
+        sender.send((False, (traceback.format_exc(), _reason(error))))
+
+
+def _reason(error: Exception) -> str:
+    begin = " ".join(map(str.strip, str(error).strip().splitlines()[:_LINES_OF_REASON]))
+    return f"{type(error).__name__}: {begin}"

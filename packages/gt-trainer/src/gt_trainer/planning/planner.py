@@ -349,9 +349,8 @@ def _take_results(
     try:
         results = child.result()
     except ChildFailedError as error:
-        reason = str(error).strip().splitlines()[-1]
         results = [
-            Unsimulated(recipe=recipe, reason=reason, is_refused=False) for _, recipe in batch
+            Unsimulated(recipe=recipe, reason=error.reason, is_refused=False) for _, recipe in batch
         ]
     for (number, _), result in zip(batch, results, strict=True):
         if not isinstance(result, Unsimulated):
