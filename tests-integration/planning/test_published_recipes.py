@@ -1,7 +1,7 @@
 """Published recipes are candidates of a plan, and no bound is above what was measured.
 
 A plan of the same model, cluster and batch, which knows no recipe, finds one that takes no longer.
-Beside another plan the published recipe is simulated, whatever its bounds say.
+The published run is simulated beside it, whatever its bounds say.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from gt_trainer.planning.cluster import load_cluster
 from gt_trainer.planning.counted_model import counted_model
 from gt_trainer.planning.pipeline_layouts import PipelineLayouts
 from gt_trainer.planning.plan_run import PlanQuestion, make_plan
-from gt_trainer.planning.run_recipe import RunRecipe
+from gt_trainer.planning.recipe_outcome import RecipeOutcome
+from gt_trainer.planning.run_beside import RunBeside, recipe_of
 from gt_trainer.planning.step_bounds import step_bound
-from gt_trainer.preflight.preflight import topology_of
 from gt_trainer.trainer import GraphTrainer
 
 # One of each kind: the others differ in what no bound knows.
@@ -46,24 +46,6 @@ def configuration(run: PublishedRun) -> GraphTrainer.Config:
         if run.positions is not None:
             config = with_positions(config, run.positions)
         return apply_overrides(config, run.flags)
-
-
-def recipe_of(config: GraphTrainer.Config, world_size: int) -> RunRecipe:
-    mesh = topology_of(config, world_size)
-    is_pipelined = mesh.pp > 1
-    return RunRecipe(
-        dp_replicate=mesh.dp_replicate,
-        dp_shard=mesh.dp_shard,
-        cp=mesh.cp,
-        tp=mesh.tp,
-        ep=mesh.ep,
-        pp=mesh.pp,
-        schedule=config.parallelism.pipeline_parallel_schedule if is_pipelined else None,
-        microbatch=mesh.microbatch_size if is_pipelined else mesh.batch_size,
-        global_batch=mesh.batch_size * mesh.dp_replicate * mesh.dp_shard,
-        memory_policy=config.compile.memory_policy,
-        linears=config.quantization.linears,
-    )
 
 
 @pytest.mark.parametrize("name", _RUNS)
@@ -94,24 +76,31 @@ def test_a_published_recipe_is_a_candidate_whose_bounds_are_below_what_was_measu
 @pytest.mark.parametrize("name", PUBLISHED_RUNS)
 def test_a_free_plan_finds_a_recipe_that_takes_no_longer_than_the_published_one(name: str) -> None:
     run = PUBLISHED_RUNS[name]
-    recipe = recipe_of(configuration(run), run.world_size)
+    config = configuration(run)
+    recipe = recipe_of(config, run.world_size)
     _, further = split_overrides(run.flags)
     base, asked = configuration(replace(run, flags=further)), flags_given(further)
-    free = PlanQuestion(
-        cluster=load_cluster(run.hardware),
-        num_gpus=run.world_size,
-        global_batch_tokens=recipe.global_batch * base.training.seq_len,
-        minutes=30,
-        enough=1,
-        what_if={},
-        fixed={},
-        model_flags="",
-    )
     with intended_for("cuda"):
-        best, *_ = make_plan(base, free, asked=asked, tell=print).ranked
-        compared = replace(free, beside=recipe.settings())
-        answer = make_plan(base, compared, asked=asked, tell=print)
-    (published,) = (each for each in answer.ranked if each.recipe == recipe)
+        question = PlanQuestion(
+            cluster=load_cluster(run.hardware),
+            num_gpus=run.world_size,
+            global_batch_tokens=recipe.global_batch * base.training.seq_len,
+            minutes=30,
+            enough=1,
+            what_if={},
+            fixed={},
+            beside=RunBeside(flags=run.flags, asked=flags_given(run.flags), config=config),
+            model_flags="",
+        )
+        answer = make_plan(base, question, asked=asked, tell=print)
+    assert answer.plan.failures == ()
+    assert answer.beside is not None
+    published = answer.beside.result
+    assert isinstance(published, RecipeOutcome), published
+    best = answer.ranked[0]
     print(f"{name}: {best.step_us:,.0f} us by {best.recipe}, {published.step_us:,.0f} by {recipe}")
     assert best.step_us <= published.step_us
-    assert answer.plan.failures == ()  # a step below its bound would be one
+    model = counted_model(base)
+    bound = step_bound(recipe, model, PipelineLayouts(model).of(recipe), answer.plan.machines[0])
+    assert bound.step_us <= published.step_us
+    assert bound.peak_bytes <= published.peak_bytes

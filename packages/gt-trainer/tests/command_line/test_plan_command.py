@@ -11,6 +11,7 @@ from planning.outcomes import outcome, report
 
 from gt_trainer.command_line import plan_command
 from gt_trainer.command_line.command_line import UsageError, parse_command_line
+from gt_trainer.command_line.overrides import apply_overrides
 from gt_trainer.models.llama3 import llama3_debugmodel
 
 
@@ -96,8 +97,8 @@ def test_an_answer_that_cannot_be_run_is_shown_before_it_is_an_error(monkeypatch
     assert "  nothing fits     the least that was simulated needs 90.0 GiB of 74.0" in shown[0]
 
 
-def _asked_beside(typed):
-    """The question of a plan with these flags beside; nothing is planned."""
+def _asked_beside(typed, *flags):
+    """The question of a plan with these flags, and these beside; nothing is planned."""
     questions = []
 
     def make_plan(config, question, **options):
@@ -105,46 +106,36 @@ def _asked_beside(typed):
         return report((outcome(8),))
 
     command = parse_command_line(
-        ["plan", "--config", "llama3_debugmodel", "--gpus", "8", "--beside", typed]
+        ["plan", "--config", "llama3_debugmodel", "--gpus", "8", "--beside", typed, *flags]
     )
+    config = apply_overrides(llama3_debugmodel(), command.overrides)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(plan_command, "make_plan", make_plan)
-        plan_command.asked_plan(
-            llama3_debugmodel(), command, tell=lambda line: None, show=lambda text: None
-        )
+        plan_command.asked_plan(config, command, tell=lambda line: None, show=lambda text: None)
     (question,) = questions
     return question
 
 
-def test_a_recipe_beside_is_asked_of_the_plan_by_its_values():
-    question = _asked_beside("--parallelism.tensor_parallel_degree 8 --batch 2")
-    assert question.beside == {
-        "--parallelism.tensor_parallel_degree": 8,
-        "--training.local_batch_size": 2,
-    }
+def test_a_run_beside_has_the_flags_of_the_plan_and_its_own():
+    question = _asked_beside(
+        "--parallelism.pipeline_parallel_microbatch_size 2 --batch 8", "--seq-len", "128"
+    )
+    assert question.beside.flags == (
+        *("--training.seq_len", "128"),
+        *("--parallelism.pipeline_parallel_microbatch_size", "2"),
+        *("--training.local_batch_size", "8"),
+    )
+    assert question.beside.asked == {*question.beside.flags[::2]}
+    training = question.beside.config.training
+    assert (training.seq_len, training.local_batch_size) == (128, 8)
     assert question.fixed == {}
+    assert question.further == ("--training.seq_len", "128")
 
 
-@pytest.mark.parametrize(
-    ("typed", "problem"),
-    [
-        (
-            "--parallelism.tensor_parallel_degre 8",
-            (
-                "--beside: no flag '--parallelism.tensor_parallel_degre'. Did you mean "
-                "'--parallelism.tensor_parallel_degree'?\ngt-train --help-all lists every flag"
-            ),
-        ),
-        (
-            "--batch 2 --seq-len 128",
-            (
-                "--beside takes flags in which recipes differ, and has --training.seq_len 128: what "
-                "all recipes have is given to the plan"
-            ),
-        ),
-    ],
-)
-def test_flags_beside_that_are_none_of_a_recipe_are_refused(typed, problem):
+def test_unknown_flags_beside_are_refused():
     with pytest.raises(UsageError) as raised:
-        _asked_beside(typed)
-    assert str(raised.value) == problem
+        _asked_beside("--parallelism.tensor_parallel_degre 8")
+    assert str(raised.value) == (
+        "--beside: no flag '--parallelism.tensor_parallel_degre'. Did you mean "
+        "'--parallelism.tensor_parallel_degree'?\ngt-train --help-all lists every flag"
+    )

@@ -96,7 +96,7 @@ def test_a_page_does_not_take_the_place_of_its_data(tmp_path):
     )
 
 
-def test_a_recipe_beside_is_typed_as_its_flags_in_one_word():
+def test_a_run_beside_is_typed_as_its_flags_in_one_word():
     command = parse_command_line(
         ["plan", "--beside", "--parallelism.tensor_parallel_degree 8 --batch 2", "--gpus", "8"]
     )
@@ -111,17 +111,33 @@ def test_a_recipe_beside_is_typed_as_its_flags_in_one_word():
 @pytest.mark.parametrize(
     ("typed", "problem"),
     [
-        (
-            "tp 8",
-            (
-                "--beside is 'tp 8', and takes the flags of a recipe in one word, such as "
-                "'--parallelism.tensor_parallel_degree 8 --compile.memory_policy selective'"
-            ),
+        pytest.param(
+            ["--beside", "tp 8"],
+            "--beside is 'tp 8', and takes the flags of a run in one word, such as "
+            "'--parallelism.tensor_parallel_degree 8 --compile.memory_policy selective'",
+            id="no_flags",
         ),
-        ("--a 'b", '--beside is "--a \'b", which is no command line: No closing quotation'),
+        pytest.param(
+            ["--beside", "--a 'b"],
+            '--beside is "--a \'b", which is no command line: No closing quotation',
+            id="no_words",
+        ),
+        pytest.param(
+            ["--beside=--batch 2 --config llama3_70b"],
+            "--beside has --config, which is the plan's to say: it takes flags of the "
+            "configuration",
+            id="options_of_ours",
+        ),
+        pytest.param(["--beside", "--gpus", "8"], "--beside needs a value", id="an_option_follows"),
+        pytest.param(["--beside"], "--beside needs a value", id="nothing_follows"),
+        pytest.param(
+            ["--beside", "--batch 1", "--beside", "--batch 2"],
+            "--beside is given twice",
+            id="twice",
+        ),
     ],
 )
-def test_a_recipe_beside_that_is_none_is_refused(typed, problem):
+def test_a_run_beside_that_is_none_is_refused(typed, problem):
     with pytest.raises(UsageError) as raised:
-        parse_command_line(["plan", "--config", "llama3_8b", "--beside", typed])
+        parse_command_line(["plan", "--config", "llama3_8b", *typed])
     assert raised.value.problems == (problem,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 
@@ -38,6 +39,24 @@ def test_the_reason_is_what_an_exception_begins_with():
     with pytest.raises(ChildFailedError) as told:
         run_in_child(fail, timeout_seconds=60)
     assert told.value.reason == "ValueError: two things are wrong: this"
+
+
+def test_an_exception_without_words_is_told_by_its_name():
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise KeyError
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    reasons = []
+    for error in (ValueError(), SilentError()):
+        with pytest.raises(ChildFailedError) as told:
+            run_in_child(partial(fail, error), timeout_seconds=60)
+        reasons.append(told.value.reason)
+    nameless, silent = reasons
+    assert nameless == "ValueError"
+    assert "SilentError" in silent
 
 
 def test_a_child_that_is_killed_is_told():

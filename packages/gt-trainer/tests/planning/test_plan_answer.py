@@ -7,6 +7,7 @@ from planning.outcomes import outcome, report
 
 from gt_trainer.planning.plan_answer import binding, ranking_changes, why_slower
 from gt_trainer.planning.recipe_outcome import Unsimulated
+from gt_trainer.planning.run_beside import SimulatedBeside
 
 
 def test_the_answer_ranks_what_fits_and_says_what_binds():
@@ -148,38 +149,49 @@ def test_what_nothing_else_explains_waits_for_the_host():
     )
 
 
-def test_a_recipe_beside_is_compared_with_the_first():
-    first, slower, large = outcome(8), outcome(4, ms=1250.0), outcome(2, gib=90)
-    found = report((first,), (slower,), (large,))
+def _beside(run, *outcomes):
+    run_beside = SimulatedBeside(flags=("--batch", "a b"), result=run)
+    return dataclasses.replace(report(*outcomes), beside=run_beside)
 
-    def told(recipe, answer=found):
-        of_it = dataclasses.replace(answer, beside=recipe)
-        (line,) = (each for each in str(of_it).splitlines() if each.startswith("  beside  "))
+
+def test_a_run_beside_is_compared_with_the_first():
+    first, slower, large = outcome(8), outcome(4, ms=1250.0), outcome(2, gib=90)
+
+    def told(run, *outcomes):
+        lines = str(_beside(run, *outcomes)).splitlines()
+        (line,) = (each for each in lines if each.startswith("  beside  "))
         return line.removeprefix("  beside           ")
 
-    assert told(first.recipe) == (
-        f"{first.recipe} is the first: nothing that was simulated is faster"
-    )
-    assert told(slower.recipe) == (
+    assert told(slower, (first,)) == (
         "1,250.0 ms and 40.0 GiB, 1.25 times the first: 250.0 ms behind, 200.0 ms of computing "
         f"more: {slower.recipe}"
     )
-    assert told(large.recipe) == (f"{large.recipe} does not fit: 1,000.0 ms and 90.0 GiB of 74.0")
-    other = outcome(1).recipe
-    assert told(other) == f"{other} was not simulated: the search ended before it was"
-    failure = Unsimulated(recipe=other, reason="it broke", is_refused=False)
-    failed = dataclasses.replace(found.plan, failures=(failure,))
-    assert told(other, dataclasses.replace(found, plan=failed)) == (
-        f"{other} was not simulated: it broke"
+    assert told(first, (slower,)) == (
+        f"1,000.0 ms and 40.0 GiB, 0.80 times the first, no recipe that was found is faster: "
+        f"{first.recipe}"
     )
-    assert told(large.recipe, report((large,))).startswith(f"{large.recipe} does not fit")
-    assert "  beside  " not in str(found)
+    assert told(first, (first,)).startswith("1,000.0 ms and 40.0 GiB, 1.00 times the first, no ")
+    assert told(first, (large,)) == f"{first.recipe} fits: 1,000.0 ms and 40.0 GiB"
+    for found in [(first,)], [(large,)]:
+        assert told(large, *found) == (
+            f"{large.recipe} does not fit: 1,000.0 ms and 90.0 GiB of 74.0"
+        )
+    failed = Unsimulated(recipe=first.recipe, reason="it broke", is_refused=False)
+    assert told(failed, (first,)) == f"{first.recipe} was not simulated: it broke"
+    assert "  beside  " not in str(report((first,)))
 
 
-def test_a_recipe_beside_is_in_the_data():
-    large = outcome(2, gib=90)
-    found = report((outcome(8),), (large,))
-    assert found.as_data()["beside"] is None
-    data = dataclasses.replace(found, beside=large.recipe).as_data()["beside"]
-    assert (data["fits"], data["step_us"], data["peak_bytes"]) == (False, 1e6, 90 * 2**30)
-    assert data["command"] == found.command(large)
+def test_a_run_beside_is_in_the_data_and_not_among_recipes():
+    first, large = outcome(8), outcome(2, gib=90)
+    assert report((first,)).as_data()["beside"] is None
+    data = _beside(large, (first,)).as_data()
+    assert len(data["recipes"]) == 1
+    beside = data["beside"]
+    assert (beside["fits"], beside["step_us"], beside["peak_bytes"]) == (False, 1e6, 90 * 2**30)
+    command = "gt-train --module llama3 --config llama3_8b --batch 'a b'"
+    assert beside["command"] == command
+    failed = Unsimulated(recipe=first.recipe, reason="it broke", is_refused=False)
+    assert _beside(failed, (first,)).as_data()["beside"] == {
+        "command": command,
+        "unsimulated": "it broke",
+    }

@@ -8,6 +8,7 @@ from headless_browser import BROWSER, complaints
 from planning.outcomes import outcome, report, scaling
 
 from gt_trainer.planning.plan_page import pareto_front, plan_page
+from gt_trainer.planning.run_beside import SimulatedBeside
 
 _VOID = {"meta", "br", "line", "polyline", "path"}
 
@@ -80,15 +81,13 @@ def test_the_page_says_what_fits_what_is_fastest_and_what_limits_it():
 
 
 @pytest.mark.parametrize("fitting", [(), ((outcome(8),),)], ids=["nothing_fits", "one_fits"])
-def test_the_page_says_how_a_recipe_beside_compares(fitting):
+def test_the_page_says_how_a_run_beside_compares(fitting):
     large = outcome(2, gib=90)
     found = report(*fitting, (large,))
-    page = plan_page(dataclasses.replace(found, beside=large.recipe))
-    assert (
-        "<strong>Yours:</strong> dp_replicate 4 x dp_shard 2 | 1 x 1 seq selective does not fit"
-        in page
-    )
-    assert "Yours" not in plan_page(found)
+    beside = SimulatedBeside(flags=(), result=large)
+    page = plan_page(dataclasses.replace(found, beside=beside))
+    assert f"<strong>Beside it:</strong> {large.recipe} does not fit" in page
+    assert "Beside it" not in plan_page(found)
 
 
 def test_the_page_draws_ranks_and_memory_over_the_step_and_other_numbers_of_gpus():

@@ -11,8 +11,7 @@ from planning.small_problems import small_model
 
 from gt_passes.simulation import h100_sxm
 from gt_trainer.launcher.child import ChildFailedError
-from gt_trainer.planning import planner
-from gt_trainer.planning.candidates import PlanRequest, candidates
+from gt_trainer.planning.candidates import PlanRequest
 from gt_trainer.planning.learned_order import Guess, LearnedOrder
 from gt_trainer.planning.planner import (
     _batches,
@@ -116,37 +115,6 @@ def test_a_search_that_is_stopped_before_it_knows_all_candidates_bounds_nothing(
     assert whole.num_candidates > 2
     assert whole.has_all_candidates
     assert whole.least_us > 0
-
-
-def test_a_recipe_beside_is_simulated_first_whatever_is_known_of_it(monkeypatch):
-    model = small_model(random.Random(0))
-    request = PlanRequest(num_gpus=1, global_batch=1, gpus_per_node=1, fixed={})
-    too_small = replace(h100_sxm(), hbm_capacity_bytes=1)
-    searched = partial(search_plan, None, model, request, [too_small], seconds=60.0)
-    known = next(candidates(request, model))
-    unknown = replace(known, memory_policy="policy of a plugin")
-    asked = []
-
-    class Child:
-        def __init__(self, work):
-            (recipe,) = work.args[1]
-            asked.append(recipe)
-            self.receiver = object()
-            result = outcome(8, gib=100, recipe=recipe)
-            self.result = lambda: [(result,)]
-
-    monkeypatch.setattr(planner, "recipe_config", lambda *args, **options: None)
-    monkeypatch.setattr(planner, "RunningChild", Child)
-    monkeypatch.setattr(planner, "wait", lambda receivers, timeout: list(receivers))
-    without = searched()
-    assert (asked, without.outcomes) == ([], ())
-    for beside in (known, unknown):
-        plan = searched(beside=beside)
-        assert asked.pop() == beside
-        assert [each.recipe for (each,) in plan.outcomes] == [beside]
-        assert plan.num_candidates == without.num_candidates + (beside is unknown)
-        assert plan.num_cut == plan.num_candidates - 1
-        assert plan.failures == ()
 
 
 def test_beside_a_recipe_its_capture_serves_what_is_thought_to_come_soon():

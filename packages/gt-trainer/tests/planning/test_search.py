@@ -96,24 +96,3 @@ def test_takes_beside_it_what_is_wanted_and_could_win():
 def test_a_cost_below_its_bound_is_not_recorded():
     with pytest.raises(WrongBoundError, match="a costs 1, and its bound is 2"):
         search([_bounded("a", 2.0)], lambda item: (1.0,))
-
-
-def test_what_is_wanted_comes_first_and_is_not_cut():
-    costs = {"a": 5.0, "wanted": 9.0, "nowhere": math.inf, "c": 9.0}
-    simulated = []
-
-    def simulate(item):
-        simulated.append(item)
-        return (costs[item],)
-
-    candidates = [
-        _bounded("a", 3.0, 1.0),
-        Bounded(item="wanted", bounds=(8.0,), guess=2.0, is_wanted=True),
-        Bounded(item="nowhere", bounds=(math.inf,), guess=3.0, is_wanted=True),
-        _bounded("c", 8.0, 4.0),
-    ]
-    assert Frontier(candidates).num_left == 4
-    found = search(candidates, simulate)
-    assert simulated == ["wanted", "nowhere", "a"]
-    assert found.best() == (5.0, "a")
-    assert (found.num_left, found.num_cut) == (0, 1)

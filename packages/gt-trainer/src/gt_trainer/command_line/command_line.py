@@ -304,16 +304,26 @@ def _read(arguments: Sequence[str]) -> _Reading:
             reading.overrides.append(written_out(argument))
         elif option in reading.values:
             reading.problems.append(f"{option} is given twice")
-            if not has_value and rest and not rest[0].startswith("--"):
+            if not has_value and rest and _is_value(option, rest[0]):
                 rest.pop(0)
         elif has_value:
             reading.values[option] = value
-        elif rest and (option == TAKES_FLAGS or not rest[0].startswith("--")):
+        elif rest and _is_value(option, rest[0]):
             reading.values[option] = rest.pop(0)
         else:
             reading.problems.append(f"{option} needs a value")
     _check_overrides(reading)
     return reading
+
+
+def _is_value(option: str, argument: str) -> bool:
+    if option != TAKES_FLAGS:
+        return not argument.startswith("--")
+    return not _is_ours(argument)
+
+
+def _is_ours(argument: str) -> bool:
+    return argument.partition("=")[0].replace("_", "-") in (*_FLAGS, *_VALUED)
 
 
 def _check_overrides(reading: _Reading) -> None:
@@ -392,7 +402,12 @@ def _plan(reading: _Reading, action: CommandAction) -> PlanOptions:
             reading.problems.append(
                 f"plan takes --gpus and --cluster, and simulates by itself: leave out {listed}"
             )
-        return plan_options(reading.values, reading.problems)
+        plan = plan_options(reading.values, reading.problems)
+        reading.problems += [
+            f"--beside has {each}, which is the plan's to say: it takes flags of the configuration"
+            for each in filter(_is_ours, plan.beside or ())
+        ]
+        return plan
     options = [option for option in PLAN_OPTIONS if option in reading.values]
     if options:
         reading.problems.append(f"{', '.join(options)} belongs to gt-train plan")

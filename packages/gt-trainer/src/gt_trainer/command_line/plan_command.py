@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from gt_trainer.models.catalog import INTENDED_WORLD_SIZE
 from gt_trainer.planning.candidates import NoRecipeError
 from gt_trainer.planning.cluster import ClusterFileError, load_cluster
 from gt_trainer.planning.plan_run import PlanQuestion, make_plan, write_plan_page
+from gt_trainer.planning.run_beside import RunBeside
 from gt_trainer.planning.run_recipe import RunRecipe
 from gt_trainer.trainer import GraphTrainer
 
@@ -119,7 +119,7 @@ def asked_plan(
             scaling_minutes=options.scaling_minutes,
             what_if=options.what_if,
             fixed=values,
-            beside=None if options.beside is None else _beside(config, options.beside),
+            beside=_beside(config, command),
             further=further,
             model_flags=f"--module {command.module} --config {command.config}",
         )
@@ -141,19 +141,17 @@ def asked_plan(
         raise UsageError(found.without_answer)
 
 
-def _beside(config: GraphTrainer.Config, flags: Sequence[str]) -> dict[str, object]:
-    """The values that flags of a recipe have."""
+def _beside(config: GraphTrainer.Config, command: CommandLine) -> RunBeside | None:
+    """The run with further flags."""
+    flags = command.plan.beside
+    if flags is None:
+        return None
     try:
         changed = apply_overrides(config, flags)
     except UsageError as error:
         raise UsageError(*(f"--beside: {each}" for each in error.problems)) from None
-    of_recipes, others = split_overrides(flags)
-    if others:
-        raise UsageError(
-            f"--beside takes flags in which recipes differ, and has {shlex.join(others)}: what all "
-            "recipes have is given to the plan"
-        )
-    return {flag: _value(changed, flag) for flag in sorted(flags_given(of_recipes) & _IN_RECIPES)}
+    typed = (*command.overrides, *flags)
+    return RunBeside(flags=typed, asked=flags_given(typed), config=changed)
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

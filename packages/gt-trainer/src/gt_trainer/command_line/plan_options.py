@@ -43,7 +43,7 @@ class PlanOptions:
     """For other numbers of GPUs; None looks at none."""
 
     beside: tuple[str, ...] | None = None
-    """Flags of a recipe that is simulated in any case, as typed; None for none."""
+    """Flags of a run that is simulated, too, as typed; None for none."""
 
     page: Path | None = None
     """File for the page; None writes none."""
@@ -103,7 +103,7 @@ def _beside(text: str | None, problems: list[str]) -> tuple[str, ...] | None:
         return None
     if not flags or not flags[0].startswith("--"):
         problems.append(
-            f"--beside is {text!r}, and takes the flags of a recipe in one word, such as "
+            f"--beside is {text!r}, and takes the flags of a run in one word, such as "
             "'--parallelism.tensor_parallel_degree 8 --compile.memory_policy selective'"
         )
     return flags

@@ -42,8 +42,8 @@ it. Flags of the configuration that are given hold for every recipe
                      memory (GB), too
   --scaling M        for M minutes more, look at 64 to 16,384 GPUs with the same batch and
                      with one that grows: bounds, and the first guess of each, simulated
-  --beside FLAGS     simulate a recipe in any case, such as the one you run, and compare
-                     it: --beside '--parallelism.tensor_parallel_degree 8 ...'
+  --beside FLAGS     simulate the run with these flags, too, however long it takes, and
+                     compare it: --beside '--parallelism.tensor_parallel_degree 8 ...'
   --page FILE        write the plan as an HTML page
 
 report: draw the run in a --dump_folder as one page, FOLDER/report.html: loss, throughput

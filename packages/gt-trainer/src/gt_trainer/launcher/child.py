@@ -119,5 +119,5 @@ def _run(function: Callable[[], object], sender: Connection, parent_pid: int) ->
 
 
 def _reason(error: Exception) -> str:
-    begin = " ".join(map(str.strip, str(error).strip().splitlines()[:_LINES_OF_REASON]))
-    return f"{type(error).__name__}: {begin}"
+    lines = "".join(traceback.format_exception_only(error)).splitlines()
+    return " ".join(map(str.strip, lines[:_LINES_OF_REASON]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,8 +11,8 @@ from gt_trainer.planning.cluster import Cluster
 from gt_trainer.planning.goodput import Goodput, goodput
 from gt_trainer.planning.planner import SearchedPlan
 from gt_trainer.planning.rank_placement import rank_placement
-from gt_trainer.planning.recipe_outcome import RecipeOutcome
-from gt_trainer.planning.run_recipe import RunRecipe
+from gt_trainer.planning.recipe_outcome import RecipeOutcome, Unsimulated
+from gt_trainer.planning.run_beside import SimulatedBeside
 from gt_trainer.planning.scaling_curve import SCALING_HEAD, ScalingPoint
 
 _MOST_ROWS = 10
@@ -33,8 +34,8 @@ class PlanAnswer:
     further: tuple[str, ...]
     """Flags that every recipe has."""
 
-    beside: RunRecipe | None = None
-    """The recipe that was asked about; None if none was."""
+    beside: SimulatedBeside | None = None
+    """The run that was to be simulated, too; None if none was."""
 
     scaling: tuple[ScalingPoint, ...] = ()
     """Other sizes; empty if nobody asked."""
@@ -70,31 +71,26 @@ class PlanAnswer:
 
     @property
     def beside_in_words(self) -> str | None:
-        """How the recipe that was asked about compares to the first; None if none was."""
+        """How the run that was to be simulated, too, compares to the first; None if none was."""
         if self.beside is None:
             return None
-        outcome = self._outcome_beside
-        if outcome is None:
-            failures = (each.reason for each in self.plan.failures if each.recipe == self.beside)
-            reason = next(failures, "the search ended before it was")
-            return f"{self.beside} was not simulated: {reason}"
-        took = f"{ms(outcome.step_us)} and {outcome.peak_bytes / GIB:.1f} GiB"
-        if not outcome.fits:
-            has = f"of {outcome.capacity_bytes / GIB:.1f}"
-            return f"{outcome.recipe} does not fit: {took} {has}"
-        if outcome.recipe == self.ranked[0].recipe:
-            return f"{outcome.recipe} is the first: nothing that was simulated is faster"
-        times = outcome.step_us / self.ranked[0].step_us
-        return f"{took}, {times:.2f} times the first: {why_slower(self.ranked[0], outcome)}"
-
-    @property
-    def _outcome_beside(self) -> RecipeOutcome | None:
-        of_it = (first for first, *_ in self.plan.outcomes if first.recipe == self.beside)
-        return next(of_it, None)
+        run = self.beside.result
+        if isinstance(run, Unsimulated):
+            return f"{run.recipe} was not simulated: {run.reason}"
+        took = f"{ms(run.step_us)} and {run.peak_bytes / GIB:.1f} GiB"
+        if not run.fits:
+            return f"{run.recipe} does not fit: {took} of {run.capacity_bytes / GIB:.1f}"
+        if not self.ranked:
+            return f"{run.recipe} fits: {took}"
+        first = self.ranked[0]
+        times = f"{took}, {run.step_us / first.step_us:.2f} times the first"
+        if run.step_us > first.step_us:
+            return f"{times}: {why_slower(first, run)}"
+        return f"{times}, no recipe that was found is faster: {run.recipe}"
 
     def as_data(self) -> dict[str, object]:
         """The answer as plain data, for programs."""
-        plan, beside = self.plan, self._outcome_beside
+        plan = self.plan
         return {
             "simulated": True,
             "model": self.model,
@@ -106,8 +102,8 @@ class PlanAnswer:
             "num_cut": plan.num_cut,
             "num_simulated": len(plan.outcomes),
             "num_left": plan.num_left,
-            "recipes": [self._as_data(each) for each in self.ranked],
-            "beside": None if beside is None else {"fits": beside.fits, **self._as_data(beside)},
+            "recipes": [{"command": self.command(each), **_as_data(each)} for each in self.ranked],
+            "beside": self._beside_as_data(),
             "scaling": [
                 {
                     "num_gpus": each.num_gpus,
@@ -125,17 +121,14 @@ class PlanAnswer:
             ],
         }
 
-    def _as_data(self, outcome: RecipeOutcome) -> dict[str, object]:
-        return {
-            "command": self.command(outcome),
-            "step_us": outcome.step_us,
-            "tokens_per_second_per_gpu": outcome.tokens_per_second_per_gpu,
-            "mfu": outcome.mfu,
-            "exposed_us": dict(outcome.exposed_us),
-            "bubble": outcome.bubble,
-            "peak_bytes": outcome.peak_bytes,
-            "memory": dict(outcome.memory),
-        }
+    def _beside_as_data(self) -> dict[str, object] | None:
+        if self.beside is None:
+            return None
+        run = self.beside.result
+        command = f"gt-train {self.model_flags} {shlex.join(self.beside.flags)}"
+        if isinstance(run, Unsimulated):
+            return {"command": command, "unsimulated": run.reason}
+        return {"command": command, "fits": run.fits, **_as_data(run)}
 
     def _lines(self) -> Iterator[str]:
         yield (
@@ -145,7 +138,7 @@ class PlanAnswer:
         yield from self._search_lines()
         if not self.ranked:
             yield from self._nothing_fits()
-            yield from self._beside()
+            yield from self._beside_line()
             yield from self._scaling()
             return
         yield from ranked_table(self.ranked, self.cluster)
@@ -154,7 +147,7 @@ class PlanAnswer:
         yield from self._memory_binds(best)
         if len(self.ranked) > 1:
             yield f"  second           {why_slower(best, self.ranked[1])}"
-        yield from self._beside()
+        yield from self._beside_line()
         yield from self._what_if(best)
         yield from self._placement(best)
         yield from self._sensitivity()
@@ -193,7 +186,7 @@ class PlanAnswer:
             f"{least.peak_bytes / GIB:.1f} GiB of {least.capacity_bytes / GIB:.1f}: {least.recipe}"
         )
 
-    def _beside(self) -> Iterator[str]:
+    def _beside_line(self) -> Iterator[str]:
         words = self.beside_in_words
         if words is not None:
             yield f"  beside           {words}"
@@ -277,6 +270,18 @@ def ranked_table(
     yield f"  memory           {held} (GiB, the fullest rank of the first)"
     exposed = ", ".join(f"{ms(us)} {what}" for what, us in best.exposed_us.items())
     yield f"  exposed          {exposed or 'nothing'} (of the first)"
+
+
+def _as_data(outcome: RecipeOutcome) -> dict[str, object]:
+    return {
+        "step_us": outcome.step_us,
+        "tokens_per_second_per_gpu": outcome.tokens_per_second_per_gpu,
+        "mfu": outcome.mfu,
+        "exposed_us": dict(outcome.exposed_us),
+        "bubble": outcome.bubble,
+        "peak_bytes": outcome.peak_bytes,
+        "memory": dict(outcome.memory),
+    }
 
 
 def _left(plan: SearchedPlan) -> str:

@@ -69,7 +69,7 @@ def _body(report: PlanAnswer, beside: Sequence[tuple[str, str]]) -> Iterator[str
         yield "<p>It was stopped before all candidates were known: others may be faster.</p>"
     if not ranked:
         yield "<p><strong>Nothing that was simulated fits.</strong></p>"
-        yield from _beside(report)
+        yield from _run_beside(report)
         yield from _scaling(report)
         return
     best = ranked[0]
@@ -79,7 +79,7 @@ def _body(report: PlanAnswer, beside: Sequence[tuple[str, str]]) -> Iterator[str
         f"{best.peak_bytes / GIB:.1f} of {best.capacity_bytes / GIB:.1f} GiB.<br/>"
         f"<strong>What limits it:</strong> {escape(binding(best))}.</p>"
     )
-    yield from _beside(report)
+    yield from _run_beside(report)
     if len(ranked) > 1:
         yield f"<p><strong>Second:</strong> {escape(why_slower(best, ranked[1]))}.</p>"
     yield "<h2>Time against memory</h2>"
@@ -105,10 +105,10 @@ def _scaling(report: PlanAnswer) -> Iterator[str]:
         yield f"<h2>Other numbers of GPUs</h2>{scaling_chart(report.scaling)}"
 
 
-def _beside(report: PlanAnswer) -> Iterator[str]:
+def _run_beside(report: PlanAnswer) -> Iterator[str]:
     words = report.beside_in_words
     if words is not None:
-        yield f"<p><strong>Yours:</strong> {escape(words)}.</p>"
+        yield f"<p><strong>Beside it:</strong> {escape(words)}.</p>"
 
 
 def _front(outcomes: Sequence[RecipeOutcome], best: RecipeOutcome) -> str:

@@ -23,7 +23,12 @@ from gt_trainer.planning.model_counts import ModelCounts
 from gt_trainer.planning.plan_answer import PlanAnswer
 from gt_trainer.planning.plan_page import plan_page
 from gt_trainer.planning.planner import bounded_candidates, search_plan
-from gt_trainer.planning.recipe_beside import recipe_beside
+from gt_trainer.planning.run_beside import (
+    RunBeside,
+    checked_beside,
+    finish_beside,
+    start_beside,
+)
 from gt_trainer.planning.scaling_curve import ScalingPoint, scaling_curve
 from gt_trainer.planning.simulate_recipes import simulate_recipes
 from gt_trainer.planning.unplanned_flags import check_plannable
@@ -57,8 +62,8 @@ class PlanQuestion:
     fixed: Mapping[str, object]
     """Values that recipes must have, by flag."""
 
-    beside: Mapping[str, object] | None = None
-    """Values by flag of a recipe that is simulated whatever its bounds say; None for none."""
+    beside: RunBeside | None = None
+    """A run that is simulated, too, for as long as it takes; None for none."""
 
     further: tuple[str, ...] = ()
     """Flags of the configuration that are no part of a recipe, as typed."""
@@ -108,25 +113,33 @@ def make_plan(
         fixed=question.fixed,
     )
     check_possible(request, model, question.cluster)
-    beside = None
-    if question.beside is not None:
-        beside = recipe_beside(config, question.beside, request, model, asked=asked)
+    beside, simulated_beside = question.beside, None
+    if beside is not None:
+        beside = checked_beside(beside, request.num_gpus, request.global_batch)
     relaxed = [
         question.cluster.with_relaxed({name: value}).hardware
         for name, value in question.what_if.items()
     ]
-    plan = search_plan(
-        config,
-        model,
-        request,
-        [machine, *relaxed],
-        asked=asked,
-        seconds=60 * question.minutes,
-        enough=question.enough,
-        beside=beside,
-        tell=tell,
-        is_stopped=is_stopped,
-    )
+    child = None if beside is None else start_beside(beside, request.num_gpus, machine)
+    try:
+        plan = search_plan(
+            config,
+            model,
+            request,
+            [machine, *relaxed],
+            asked=asked,
+            seconds=60 * question.minutes,
+            enough=question.enough,
+            tell=tell,
+            is_stopped=is_stopped,
+        )
+        if child is not None and beside is not None:
+            simulated_beside = finish_beside(
+                beside, request.num_gpus, child, tell=tell, is_stopped=is_stopped
+            )
+    finally:
+        if child is not None:
+            child.kill()
     scaling: tuple[ScalingPoint, ...] = ()
     if question.scaling_minutes is not None and not is_stopped():
         scaling = scaling_curve(
@@ -147,7 +160,7 @@ def make_plan(
         num_gpus=question.num_gpus,
         global_batch_tokens=tokens,
         plan=plan,
-        beside=beside,
+        beside=simulated_beside,
         model_flags=question.model_flags,
         further=question.further,
         scaling=scaling,

@@ -110,7 +110,7 @@ class BoundedRecipe:
     """That it holds by its bounds."""
 
     guess: Guess | None
-    """None for what fits on no machine, if nobody asks for it: of many recipes it is dear."""
+    """None for what fits on no machine: nobody asks for it, and of many recipes it is dear."""
 
     @property
     def could_fit(self) -> bool:
@@ -143,7 +143,6 @@ def search_plan(
     asked: Collection[str] = (),
     seconds: float,
     enough: float = math.inf,
-    beside: RunRecipe | None = None,
     tell: Callable[[str], None] = lambda line: None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> SearchedPlan:
@@ -157,7 +156,6 @@ def search_plan(
         asked: the flags of ``base`` that the user gave.
         seconds: for which to search; what is not done by then is left.
         enough: after so many recipes that fit on the first machine nothing more is begun.
-        beside: is simulated first, whatever is known of it, and whether it is a candidate or not.
         tell: is told, once in a while, what has been found.
         is_stopped: asked once in a while: True ends the search as if time were up.
     """
@@ -170,25 +168,17 @@ def search_plan(
 
     def recipes() -> Iterator[RunRecipe]:
         nonlocal has_all
-        if beside is not None:
-            yield beside
         for recipe in candidates(request, model):
             if is_stopped():
                 return
-            if recipe != beside:
-                yield recipe
+            yield recipe
         has_all = True
 
     with held_garbage_collection():
-        bounded = list(bounded_candidates(recipes(), model, machines, beside=beside))
+        bounded = list(bounded_candidates(recipes(), model, machines))
     order = LearnedOrder([each.guess for each in bounded], machines)
     frontier = Frontier(
-        Bounded(
-            item=each.recipe,
-            bounds=each.bounds_us,
-            guess=place,
-            is_wanted=each.recipe == beside,
-        )
+        Bounded(item=each.recipe, bounds=each.bounds_us, guess=place)
         for each, place in zip(bounded, order.places().tolist(), strict=True)
     )
     found = _Found(least_bytes=[each.least_bytes for each in bounded], order=order)
@@ -212,20 +202,9 @@ def search_plan(
 
 
 def bounded_candidates(
-    recipes: Iterable[RunRecipe],
-    model: ModelCounts,
-    machines: Sequence[Hardware],
-    *,
-    beside: RunRecipe | None = None,
+    recipes: Iterable[RunRecipe], model: ModelCounts, machines: Sequence[Hardware]
 ) -> Iterator[BoundedRecipe]:
-    """Recipes whose stages exist, with their bounds and guesses on each machine.
-
-    Args:
-        recipes: any.
-        model: its counts.
-        machines: to run on.
-        beside: has a guess even if it fits nowhere.
-    """
+    """Recipes whose stages exist, with their bounds and guesses on each machine."""
     layouts = PipelineLayouts(model)
 
     @functools.lru_cache(maxsize=_VARIANTS)  # recipes of the same degrees come one after another
@@ -243,7 +222,7 @@ def bounded_candidates(
             for bound, machine in zip(bounds, machines, strict=True)
         )
         guess = None
-        if recipe == beside or any(map(math.isfinite, costs)):
+        if any(map(math.isfinite, costs)):
             guess = Guess(
                 recipe=recipe,
                 step_us=tuple(

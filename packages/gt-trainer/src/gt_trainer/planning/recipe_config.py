@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from gt_trainer.planning.run_recipe import RunRecipe
@@ -25,16 +25,11 @@ def recipe_config(
     Raises:
         ConfigError: a run cannot have it; lists what is wrong.
     """
-    config = with_values(base, recipe.settings())
+    config = base
+    for flag, value in recipe.settings().items():
+        config = _with_value(config, flag.removeprefix("--").split("."), value)
     config, _ = settle_defaults(config, recipe.num_gpus, asked={*asked, *recipe.settings()})
     check_configuration(config, recipe.num_gpus, will_train=False)
-    return config
-
-
-def with_values(config: GraphTrainer.Config, values: Mapping[str, object]) -> GraphTrainer.Config:
-    """A configuration with other values, by flag; the one that is given is not changed."""
-    for flag, value in values.items():
-        config = _with_value(config, flag.removeprefix("--").split("."), value)
     return config
 
 

@@ -1,10 +1,9 @@
 """Best first, and nothing that could still win is cut: the search, whatever a candidate is.
 
 Each candidate has a lower bound on its cost for each goal (a machine, say), and a guess at it. The
-guess says who is next; only bounds cut, and none cuts what is wanted. Any other is cut for good
-when for every goal something simulated is no worse than its bound (and, at equality, came earlier),
-so that a search that ends with nothing left has found exactly what simulating everything would
-have.
+guess says who is next; only bounds cut. A candidate is cut for good when for every goal something
+simulated is no worse than its bound (and, at equality, came earlier), so that a search that ends
+with nothing left has found exactly what simulating everything would have.
 """
 
 from __future__ import annotations
@@ -35,9 +34,6 @@ class Bounded(Generic[ItemT]):
     guess: float
     """What it is thought to cost. Only the order depends on it."""
 
-    is_wanted: bool = False
-    """It comes first, and no bound cuts it."""
-
 
 class Frontier(Generic[ItemT]):
     """Candidates that nobody has simulated yet, and the best that was found.
@@ -51,7 +47,6 @@ class Frontier(Generic[ItemT]):
         self.num_goals = len(self._all[0].bounds) if self._all else 0
         bounds = np.array([each.bounds for each in self._all], dtype=np.float64)
         self._bounds = bounds.reshape(len(self._all), self.num_goals)
-        self._is_wanted = np.array([each.is_wanted for each in self._all], dtype=np.bool_)
         self._best: list[tuple[float, int]] = [(math.inf, -1)] * self.num_goals
         self._is_open = np.ones(len(self._all), dtype=np.bool_)
         self.reorder(np.array([each.guess for each in self._all], dtype=np.float64))
@@ -63,7 +58,7 @@ class Frontier(Generic[ItemT]):
 
     @property
     def num_left(self) -> int:
-        """Those that could still win, or are wanted."""
+        """Those that could still win."""
         return len(self._waiting())
 
     @property
@@ -83,7 +78,7 @@ class Frontier(Generic[ItemT]):
             guesses: of all candidates.
         """
         waiting = self._waiting()
-        in_order = waiting[np.lexsort((guesses[waiting], ~self._is_wanted[waiting]))]
+        in_order = waiting[np.argsort(guesses[waiting], kind="stable")]
         self._queue = iter(in_order.tolist())
 
     def take(self) -> tuple[int, ItemT] | None:
@@ -127,14 +122,12 @@ class Frontier(Generic[ItemT]):
 
     def _can_win(self, index: int) -> bool:
         bounds = self._all[index].bounds
-        return bool(self._is_wanted[index]) or any(
-            (bound, index) < best for bound, best in zip(bounds, self._best, strict=True)
-        )
+        return any((bound, index) < best for bound, best in zip(bounds, self._best, strict=True))
 
     def _waiting(self) -> NDArray[np.intp]:
-        """The numbers of those that were not taken and can win or are wanted, ascending."""
+        """The numbers of those that were not taken and can win, ascending."""
         numbers = np.arange(len(self._all))
-        can_win = self._is_wanted.copy()
+        can_win = np.zeros(len(self._all), dtype=np.bool_)
         for bounds, (cost, number) in zip(self._bounds.T, self._best, strict=True):
             can_win |= (bounds < cost) | ((bounds == cost) & (numbers < number))
         return np.flatnonzero(self._is_open & can_win)

@@ -61,7 +61,7 @@ def simulate_recipes(
             except ConfigError as error:
                 found[recipe] = refused(recipe, error)
             else:
-                configs[recipe] = with_quantized_model(_unverified(config))
+                configs[recipe] = with_quantized_model(unverified(config))
         if configs:
             capture = _simulate_pipelines if recipes[0].pp > 1 else _simulate_steps
             found |= capture(configs, machines, trace_path)
@@ -81,7 +81,7 @@ def refused(recipe: RunRecipe, error: ConfigError) -> Unsimulated:
     return Unsimulated(recipe=recipe, reason=reason, is_refused=True)
 
 
-def _unverified(config: GraphTrainer.Config) -> GraphTrainer.Config:
+def unverified(config: GraphTrainer.Config) -> GraphTrainer.Config:
     """Verification changes no graph and takes its time; the run that is chosen does it."""
     return replace(config, compile=replace(config.compile, verify_passes=False))
 
