@@ -113,7 +113,7 @@ class _Pins:
         self._names = names
         self._replicate_unknown = replicate_unknown
         self._readers: dict[int, list[PlacementNode]] = defaultdict(list)
-        for use in graph.uses():
+        for use in graph.uses:
             self._readers[use.value.node].append(graph.nodes[use.consumer])
         self._expert_weights = _expert_weights(graph)
         self._offers: dict[tuple[int, Placement], tuple[tuple[NodeOption, ...], bool]] = {}
@@ -157,7 +157,7 @@ class _Pins:
             elif any(sources) and node.kind in ("operator", "experts") and node.outputs[0]:
                 yield from self._if_offered(node, Shard(0))
         chains = gradient_chains(self._graph)
-        for use in self._graph.uses():
+        for use in self._graph.uses:
             maker = self._graph.nodes[use.value.node]
             reader = self._graph.nodes[use.consumer]
             if reader.index not in chains or maker.index in chains or use.value.output:
@@ -260,7 +260,7 @@ class _Pins:
             if len(node.output().shape) >= 2
         }
         seen = set()
-        for use in self._graph.uses():
+        for use in self._graph.uses:
             maker, reader = nodes[use.value.node], nodes[use.consumer]
             if maker.kind not in ("operator", "experts") or use.value in seen:
                 continue
