@@ -1,9 +1,9 @@
 """From a model to the graph that is planned: forward and backward on global tensors, no memory.
 
-The model runs once on fake tensors of its unsharded shapes (as ``gt_trace.trace_step`` has it), together with
-``torch.autograd.grad`` from a gradient of each output, so that one graph holds all that a training
-step does between parameters, inputs, outputs and gradients. What cannot be planned is refused here,
-with every reason found, before any weight is allocated.
+The model runs once on fake tensors of its unsharded shapes (as in ``gt_trace.trace_step``),
+together with ``torch.autograd.grad`` from a gradient of each output, so that one graph holds all
+that a training step does between parameters, inputs, outputs and gradients. What cannot be planned
+is refused here, with every reason found, before any weight is allocated.
 """
 
 from __future__ import annotations
