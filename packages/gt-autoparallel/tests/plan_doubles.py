@@ -313,7 +313,7 @@ def assemble(
     busy: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for node in graph.nodes:
         busy[_window(node)][0] += compute[node.index]
-    for use in graph.uses():
+    for use in graph.uses:
         source = options[use.value.node].outputs[use.value.output]
         target = options[use.consumer].operands[use.position]
         if source == target:
@@ -382,7 +382,7 @@ def assemble(
 
 
 def _is_transposed_gradient(graph: PlacementGraph, node: PlacementNode) -> bool:
-    readers = [graph.nodes[use.consumer] for use in graph.uses() if use.value.node == node.index]
+    readers = [graph.nodes[use.consumer] for use in graph.uses if use.value.node == node.index]
     return node.target is aten.t.default and [reader.kind for reader in readers] == ["gradient"]
 
 

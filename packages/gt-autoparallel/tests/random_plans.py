@@ -63,7 +63,7 @@ def plan_of(
     """The plan with these options; its prices and memory mean nothing."""
     recomputed = needed_storages(graph, options, again).recomputed
     redistributions = []
-    for use in graph.uses():
+    for use in graph.uses:
         source = options[use.value.node].outputs[use.value.output]
         target = options[use.consumer].operands[use.position]
         assert source is not None

@@ -104,7 +104,7 @@ def test_edges_between_alike_layers_are_priced(planner: Planner) -> None:
     nodes = planner.graph.nodes
     between = [
         use
-        for use in planner.graph.uses()
+        for use in planner.graph.uses
         if nodes[use.value.node].module.startswith("layers.2")
         and nodes[use.consumer].module.startswith("layers.3")
     ]

@@ -135,7 +135,7 @@ def test_parameters_are_gathered_late_and_gradients_reduced_at_once(graph: Place
     order = execution_order(graph)
     assert sorted(order) == list(range(len(graph.nodes)))
     place = {index: position for position, index in enumerate(order)}
-    for use in graph.uses():
+    for use in graph.uses:
         assert place[use.value.node] < place[use.consumer]
     names = [graph.nodes[index].name for index in order]
     first_product = next(i for i, name in enumerate(names) if name.endswith("/mm"))

@@ -178,20 +178,20 @@ def test_tied_weights_views_and_several_outputs_as_in_eager(tied: PlacementGraph
 
 
 def test_arguments_come_first_and_names_are_unique(tied: PlacementGraph) -> None:
-    assert all(use.value.node < use.consumer for use in tied.uses())
+    assert all(use.value.node < use.consumer for use in tied.uses)
     assert len({node.name for node in tied.nodes}) == len(tied.nodes)
     assert [node.index for node in tied.nodes] == list(range(len(tied.nodes)))
 
 
 def test_every_value_has_one_use_but_those_of_share_nodes(tied: PlacementGraph) -> None:
-    counts = Counter(use.value for use in tied.uses())
+    counts = Counter(use.value for use in tied.uses)
     several = {value.node for value, count in counts.items() if count > 1}
     assert several
     assert all(tied.nodes[node].kind == "share" for node in several)
 
 
 def test_each_parameter_that_is_read_is_read_by_its_share_node(tied: PlacementGraph) -> None:
-    readers = {use.value.node: tied.nodes[use.consumer].kind for use in tied.uses()}
+    readers = {use.value.node: tied.nodes[use.consumer].kind for use in tied.uses}
     for node in tied.of_kind("parameter"):
         assert readers.get(node.index) == (None if node.name == "unused" else "share")
 

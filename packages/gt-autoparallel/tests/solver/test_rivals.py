@@ -77,16 +77,14 @@ def test_rivals_that_are_left_when_it_is_late_are_not_looked_at(
 
     monkeypatch.setattr(contesting, "SearchPart", of_part)
     assert solved(problem, all_options).objective_us < alone.objective_us
-    assert (
-        len(looked_at) == 2
-    )  # the whole, whose bounds exclude no rival here, and the rival's part
+    assert len(looked_at) == 1, "no bound of the whole excludes this rival: its part is made"
 
     def late(*args: object, deadline: float, **rest: object) -> None:
         real(*args, deadline=-math.inf, **rest)
 
     monkeypatch.setattr(solving, "beat_rivals", late)
     assert solved(problem, all_options).objective_us == alone.objective_us
-    assert len(looked_at) == 2
+    assert len(looked_at) == 1
 
 
 @pytest.mark.parametrize(("known", "num_searched"), [(0, 0), (1, 1)])
@@ -117,6 +115,31 @@ def test_a_rival_that_option_bounds_exclude_is_not_searched(
     )
     assert incumbent.objective_us == 0.0
     assert len(searched) == num_searched
+
+
+def test_a_rival_that_one_sweep_of_the_whole_excludes_has_no_part_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of its options alone could be in a choice that costs 60, and all of them cost 120."""
+    problem = Problem(
+        variables=tuple(variable(name, [0.0, 60.0]) for name in "ab"),
+        edges=(),
+        windows=(),
+        memory=(),
+        fixed_us=10.0,
+    )
+    contesting = importlib.import_module("gt_autoparallel.solver.rivals")
+    monkeypatch.setattr(contesting, "SearchPart", lambda *_: pytest.fail("a part is made"))
+    incumbent = Incumbent(problem, 0.0, PriceModel(problem=problem), below_us=100.0)
+    contesting.beat_rivals(
+        incumbent,
+        reduce_problem(problem),
+        [[np.array([False, True])] * 2],
+        prices=Prices(windows=np.zeros(0), memory=np.zeros(0)),
+        settings=SearchSettings(),
+        deadline=math.inf,
+    )
+    assert incumbent.choices == ()
 
 
 def test_rivals_without_any_choice_are_passed_over() -> None:

@@ -173,6 +173,37 @@ def test_dual_ascent_never_falls_and_bounds_each_option() -> None:
                 assert bound <= least + 1e-9 * max(abs(bound), 1.0)
 
 
+def test_one_sweep_bounds_the_choices_of_a_part_and_leaves_the_messages() -> None:
+    compared = 0
+    for seed, (problem, reduced) in enumerate(with_tight_rows(problems(15))):
+        rng, prices = np.random.default_rng(seed), some_prices(problem, seed)
+        ascent = DualAscent(reduced, prices)
+        ascent.sweep(forward=True)
+        ascent.sweep(forward=False)
+        before, _, tables = ascent.potentials()
+        costs = {c: lagrangian(problem, c, prices) for c in every_choice(problem)}
+        scale = max(map(abs, filter(math.isfinite, costs.values())))
+        taken = list(costs)[rng.integers(len(costs))]
+        masks = [
+            (rng.random(len(node.options)) < 0.6) | (node.options == choice)
+            for node, choice in zip(reduced.nodes, taken, strict=True)
+        ]
+        allowed = [set(n.options[m].tolist()) for n, m in zip(reduced.nodes, masks, strict=True)]
+        within = [
+            cost
+            for choices, cost in costs.items()
+            if all(choice in each for choice, each in zip(choices, allowed, strict=True))
+        ]
+        for penalty_us in (0.0, scale, 10 * scale):
+            bound = ascent.bound_within(masks, penalty_us=penalty_us)
+            assert bound <= min(within, default=math.inf) + 1e-9 * scale
+            compared += math.isfinite(min(within, default=math.inf))
+        after, _, tables_after = ascent.potentials()
+        assert after == before
+        assert all((tables_after[index] == tables[index]).all() for index in tables)
+    assert compared > 10
+
+
 def test_cutting_planes_with_all_choices_find_the_best_prices() -> None:
     compared = 0
     for problem, _ in problems(12):

@@ -25,7 +25,7 @@ class _Order:
         self._order: list[int] = []
         self._done: set[int] = set()
         self._consumers: dict[int, list[PlacementNode]] = {}
-        for use in graph.uses():
+        for use in graph.uses:
             consumer = graph.nodes[use.consumer]
             self._consumers.setdefault(use.value.node, []).append(consumer)
 

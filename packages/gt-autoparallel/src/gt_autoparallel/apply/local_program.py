@@ -327,7 +327,7 @@ class _Compiler:
         """Casts of parameters whose results are gathered."""
         gathered = {
             use.value.node
-            for use in self._graph.uses()
+            for use in self._graph.uses
             if use.value.node in self._unsharded
             and any(step.kind != "slice" for step in self._steps_of(use))
         }

@@ -1,9 +1,9 @@
 """From a model to the graph that is planned: forward and backward on global tensors, no memory.
 
-The model runs once on fake tensors of its unsharded shapes (``gt_trace.trace_step``), together with
-``torch.autograd.grad`` from a gradient of each output, so that one graph holds all that a training
-step does between parameters, inputs, outputs and gradients. What cannot be planned is refused here,
-with every reason found, before any weight is allocated.
+The model runs once on fake tensors of its unsharded shapes (as in ``gt_trace.trace_step``),
+together with ``torch.autograd.grad`` from a gradient of each output, so that one graph holds all
+that a training step does between parameters, inputs, outputs and gradients. What cannot be planned
+is refused here, with every reason found, before any weight is allocated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from gt_autoparallel.graph.graph_conversion import (
     placement_graph,
 )
 from gt_autoparallel.graph.placement_graph import PlacementGraph
-from gt_trace import CaptureError, flex_attention_on_cpu, register_block_masks, trace_step
+from gt_trace import CaptureError, flex_attention_on_cpu, register_block_masks
+from gt_trace.capture.trace import trace_without_code
 
 _CONSTANTS = (bool, int, float, complex, str)
 
@@ -72,7 +73,8 @@ def capture_placement_graph(
     try:
         # Gradients are planned wherever the caller is, inside torch.no_grad() too.
         with torch.inference_mode(False), torch.enable_grad(), flex_attention_on_cpu():
-            traced = trace_step(step, module=model, meta_device=device)(*args, **kwargs)
+            trace = trace_without_code(step, module=model, meta_device=device)
+            traced = trace(*args, **kwargs)
     except CaptureError as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be captured: {error}"

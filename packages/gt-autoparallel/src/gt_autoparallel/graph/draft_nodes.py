@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
 from gt_autoparallel.graph.placement_graph import (
     SINKS,
     NodeKind,
@@ -20,6 +18,7 @@ from gt_autoparallel.graph.placement_graph import (
     PlacementNode,
     TensorSpec,
     Value,
+    with_leaves,
 )
 
 
@@ -82,7 +81,7 @@ def number_nodes(drafts: Sequence[DraftNode]) -> NumberedNodes:
     for index, draft in enumerate(drafts):
         if not alive[index]:
             continue
-        args, kwargs = pytree.tree_map(
+        args, kwargs = with_leaves(
             lambda leaf: seen_as[leaf] if isinstance(leaf, Value) else leaf,
             (draft.args, draft.kwargs),
         )

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from gt_autoparallel._torch_internals import FakeTensor, OpOverload
-from gt_autoparallel.graph.placement_graph import Value
+from gt_autoparallel.graph.placement_graph import Value, values_in, with_leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ def function_graph(graph_module: GraphModule) -> FunctionGraph:
         if literal is not None:
             steps.append(literal)
             continue
-        args, kwargs = _mapped((tuple(node.args), dict(node.kwargs)), number_of)
+        args, kwargs = _mapped((node.args, node.kwargs), number_of)
         target = None if node.target is operator.getitem else node.target
         steps.append(FunctionStep(target=target, args=args, kwargs=kwargs))
     return FunctionGraph(
@@ -122,9 +122,7 @@ def _literal(graph_module: GraphModule, node: Node) -> FunctionStep | None:
 
 
 def _mapped(tree: Any, number_of: dict[Node, int]) -> Any:
-    return pytree.tree_map(
-        partial(_argument, number_of), plain(tree), is_leaf=lambda leaf: isinstance(leaf, Node)
-    )
+    return with_leaves(partial(_argument, number_of), tree)
 
 
 def _argument(number_of: dict[Node, int], leaf: Any) -> Any:
@@ -134,16 +132,5 @@ def _argument(number_of: dict[Node, int], leaf: Any) -> Any:
     return torch.device(leaf.type) if isinstance(leaf, torch.device) else leaf
 
 
-def plain(tree: Any) -> Any:
-    """With lists and dictionaries in place of those that a graph makes immutable."""
-    if isinstance(tree, list):
-        return [plain(each) for each in tree]
-    if isinstance(tree, tuple):
-        return tuple(plain(each) for each in tree)
-    if isinstance(tree, dict):
-        return {key: plain(each) for key, each in tree.items()}
-    return tree
-
-
 def _values(tree: Sequence[Any]) -> list[int]:
-    return [leaf.node for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Value)]
+    return [value.node for value in values_in(tree)]

@@ -25,7 +25,7 @@ from gt_autoparallel._torch_internals import (
 )
 from gt_autoparallel.graph.draft_nodes import DraftNode, number_nodes
 from gt_autoparallel.graph.experts import EXPERTS, EXPERTS_BACKWARD
-from gt_autoparallel.graph.function_graph import function_graph, plain
+from gt_autoparallel.graph.function_graph import function_graph
 from gt_autoparallel.graph.layer_names import layer_of_module
 from gt_autoparallel.graph.parameter_chains import is_cast
 from gt_autoparallel.graph.placement_graph import (
@@ -37,6 +37,8 @@ from gt_autoparallel.graph.placement_graph import (
     ResultLeaf,
     TensorSpec,
     Value,
+    values_in,
+    with_leaves,
 )
 from gt_autoparallel.graph.unsupported_nodes import line_of, refuse_unsupported
 from gt_passes.analysis.node_calls import subgraph_of
@@ -231,16 +233,11 @@ class _Draft:
             (source,) = node.all_input_nodes
             self._value_of[node] = self._value_of[source]
             return
-        args, kwargs = pytree.tree_map(
-            self._mapped,
-            plain((tuple(node.args), dict(node.kwargs))),
-            is_leaf=lambda leaf: isinstance(leaf, Node),
-        )
+        args, kwargs = with_leaves(self._mapped, (node.args, node.kwargs))
         self._value_of[node] = self._computed(node, args, kwargs)
 
     def _computed(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
-        operands = [leaf for leaf in leaves if isinstance(leaf, Value)]
+        operands = values_in((args, kwargs))
         # What follows the backward, such as a gradient's cast, belongs to it.
         is_backward = phase_of(node) == "backward" or any(
             self._nodes[value.node].phase == "backward" for value in operands

@@ -62,7 +62,7 @@ def gradient_chains(graph: PlacementGraph) -> dict[int, str]:
     A share node with a single use is where a gradient is summed before it is cast.
     """
     num_uses = [0] * len(graph.nodes)
-    for use in graph.uses():
+    for use in graph.uses:
         num_uses[use.value.node] += 1
     chains: dict[int, str] = {}
     for node in reversed(graph.nodes):

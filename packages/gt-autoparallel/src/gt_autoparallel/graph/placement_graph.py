@@ -10,7 +10,7 @@ parameter serves forward and backward, as in a hand-placed model. A share node c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -61,6 +61,24 @@ class Value:
 
     node: int
     output: int = 0
+
+
+def with_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Arguments of an operator, in plain containers, with what ``change`` makes of each leaf."""
+    if isinstance(tree, tuple):
+        return tuple([with_leaves(change, each) for each in tree])
+    if isinstance(tree, list):
+        return [with_leaves(change, each) for each in tree]
+    if isinstance(tree, dict):
+        return {key: with_leaves(change, each) for key, each in tree.items()}
+    return change(tree)
+
+
+def values_in(arguments: Any) -> list[Value]:
+    """The values in arguments of an operator, in the order of a flattened call."""
+    found: list[Value] = []
+    with_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Value) else None, arguments)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +134,10 @@ class PlacementNode:
         return spec
 
     def __post_init__(self) -> None:
-        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
-        values = tuple(leaf for leaf in leaves if isinstance(leaf, Value))
-        anonymous = [Value if isinstance(leaf, Value) else leaf for leaf in leaves]
-        object.__setattr__(self, "operands", values)
-        object.__setattr__(self, "constants", repr(pytree.tree_unflatten(anonymous, spec)))
+        arguments = (self.args, self.kwargs)
+        anonymous = with_leaves(lambda leaf: Value if isinstance(leaf, Value) else leaf, arguments)
+        object.__setattr__(self, "operands", tuple(values_in(arguments)))
+        object.__setattr__(self, "constants", repr(anonymous))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +193,17 @@ class PlacementGraph:
     """How the model is called, if the graph was captured in this process; one out of a plan file
     does not know."""
 
+    uses: tuple[Use, ...] = field(init=False, compare=False, repr=False)
+    """Every use of every value, by consumer and position."""
+
+    def __post_init__(self) -> None:
+        uses = tuple(
+            Use(value=value, consumer=node.index, position=position)
+            for node in self.nodes
+            for position, value in enumerate(node.operands)
+        )
+        object.__setattr__(self, "uses", uses)
+
     def spec(self, value: Value) -> TensorSpec:
         """The tensor that ``value`` names."""
         return self.nodes[value.node].output(value.output)
@@ -183,12 +211,6 @@ class PlacementGraph:
     def operand_specs(self, node: PlacementNode) -> tuple[TensorSpec, ...]:
         """The global tensors of a node's operands, in their order."""
         return tuple(map(self.spec, node.operands))
-
-    def uses(self) -> Iterator[Use]:
-        """Every use of every value, by consumer and position."""
-        for node in self.nodes:
-            for position, value in enumerate(node.operands):
-                yield Use(value=value, consumer=node.index, position=position)
 
     def of_kind(self, kind: NodeKind) -> tuple[PlacementNode, ...]:
         """The nodes of one kind, in order."""

@@ -58,7 +58,7 @@ def assemble_plan(
             compute[backward_window(node)].append(again_us)
     unshards, reduces = parameter_chains(graph), gradient_chains(graph)
     redistributions = []
-    for use in graph.uses():
+    for use in graph.uses:
         there = options[use.value.node].output(use.value.output)
         wanted = options[use.consumer].operands[use.position]
         if there == wanted:

@@ -21,7 +21,7 @@ from gt_autoparallel.solver.problem import Block, FloatArray
 def crossing_nodes(graph: PlacementGraph) -> frozenset[int]:
     """Nodes of a layer that another layer's nodes read, or that read another layer's."""
     found: set[int] = set()
-    for use in graph.uses():
+    for use in graph.uses:
         maker, reader = (
             layer_of_module(graph.nodes[index].module) for index in (use.value.node, use.consumer)
         )

@@ -69,11 +69,12 @@ def pinned_constraints(
     *,
     names: TensorParallelNames | None = None,
     replicate_unknown: Collection[str] = (),
+    places: PinnedPlaces | None = None,
 ) -> tuple[LayoutConstraint, ...]:
     """The constraints under which a plan does what experts do.
 
     A parameter that a style cannot cut evenly is replicated along that axis. Activations between
-    layers must be (batch, sequence, width).
+    layers must be (batch, sequence, width). ``places`` are those of the graph; None finds them.
 
     Raises:
         ValueError: ``styles`` are not those of the mesh's axes.
@@ -83,7 +84,8 @@ def pinned_constraints(
             f"styles are for axes {sorted(styles)!r}; the mesh has {list(mesh.names)!r}"
         )
     by_axis = [styles[name] for name in mesh.names]
-    pins = _Pins(graph, mesh, by_axis, names or TensorParallelNames(), replicate_unknown)
+    places = places or PinnedPlaces(graph)
+    pins = _Pins(graph, mesh, by_axis, names or TensorParallelNames(), replicate_unknown, places)
     found = (
         LayoutConstraint(node=node.name, side=side, position=position, placements=placements)
         for pinned, side in ((pins.outputs(), _OUTPUT), (pins.operands(), _OPERAND))
@@ -98,6 +100,67 @@ _OUTPUT: Literal["output"] = "output"
 _OPERAND: Literal["operand"] = "operand"
 
 
+class PinnedPlaces:
+    """Where in a graph styles pin anything, whatever they are."""
+
+    def __init__(self, graph: PlacementGraph) -> None:
+        self._graph = graph
+        self._readers: dict[int, list[PlacementNode]] = defaultdict(list)
+        for use in graph.uses:
+            self._readers[use.value.node].append(graph.nodes[use.consumer])
+        self.parameters = parameter_chains(graph)
+        """Nodes that are a parameter or its cast, with its name."""
+        self.expert_weights = _expert_weights(graph, self.parameters)
+        self.between_layers = tuple(self._between_layers())
+        self.with_parameters = tuple(self._with_parameters())
+        self.before_gradients = tuple(self._before_gradients())
+
+    def _with_parameters(self) -> Iterator[PlacementNode]:
+        """What computes with parameters and something else."""
+        of_parameters: set[int] = set()
+        for node in self._graph.nodes:
+            sources = [value.node in of_parameters for value in node.operands]
+            if node.kind == "parameter" or (sources and all(sources)):
+                of_parameters.add(node.index)
+            elif any(sources) and node.kind in ("operator", "experts") and node.outputs[0]:
+                yield node
+
+    def _before_gradients(self) -> Iterator[tuple[PlacementNode, PlacementNode]]:
+        """What makes a value that becomes a gradient, and the first on its way to that."""
+        chains = gradient_chains(self._graph)
+        for use in self._graph.uses:
+            maker = self._graph.nodes[use.value.node]
+            reader = self._graph.nodes[use.consumer]
+            if reader.index in chains and maker.index not in chains and not use.value.output:
+                yield maker, reader
+
+    def _between_layers(self) -> Iterator[Value]:
+        """What one layer makes and another reads, of the shape of the residual stream."""
+        nodes = self._graph.nodes
+        batches = {
+            node.output().shape[:2]
+            for node in self._graph.of_kind("input")
+            if len(node.output().shape) >= 2
+        }
+        seen = set()
+        for use in self._graph.uses:
+            maker, reader = nodes[use.value.node], nodes[use.consumer]
+            if maker.kind not in ("operator", "experts") or use.value in seen:
+                continue
+            home = layer_of_module(maker.module)
+            leaves = home is not None and home != layer_of_module(reader.module)
+            shared = reader.kind == "share" and self._read_elsewhere(reader, home)
+            spec = maker.output(use.value.output)
+            is_stream = len(spec.shape) == 3 and spec.shape[:2] in batches
+            if home is not None and (leaves or shared) and is_stream:
+                seen.add(use.value)
+                # Sums that are not finished yet are finished before the stream goes on.
+                yield Value(reader.index) if shared else use.value
+
+    def _read_elsewhere(self, share: PlacementNode, home: str | None) -> bool:
+        return any(layer_of_module(n.module) != home for n in self._readers[share.index])
+
+
 class _Pins:
     def __init__(
         self,
@@ -106,16 +169,14 @@ class _Pins:
         styles: list[AxisStyle],
         names: TensorParallelNames,
         replicate_unknown: Collection[str],
+        places: PinnedPlaces,
     ) -> None:
         self._graph = graph
         self._mesh = mesh
         self._styles = styles
         self._names = names
         self._replicate_unknown = replicate_unknown
-        self._readers: dict[int, list[PlacementNode]] = defaultdict(list)
-        for use in graph.uses():
-            self._readers[use.value.node].append(graph.nodes[use.consumer])
-        self._expert_weights = _expert_weights(graph)
+        self._places = places
         self._offers: dict[tuple[int, Placement], tuple[tuple[NodeOption, ...], bool]] = {}
         """What ``_if_offered`` has found: repeated layers get the same tuple of options, which is
         kept alive for its id."""
@@ -138,7 +199,7 @@ class _Pins:
         for node in self._graph.of_kind("input"):
             spec = node.output()
             yield node, 0, self._fitting(spec, [self._batch(style, spec) for style in self._styles])
-        for value in self._between_layers():
+        for value in self._places.between_layers:
             node = self._graph.nodes[value.node]
             spec = node.output(value.output)
             wanted = [self._residual(style) for style in self._styles]
@@ -149,19 +210,9 @@ class _Pins:
         """Results of what reads parameters, and values that become gradients."""
         if not any(style in _DATA_PARALLEL for style in self._styles):
             return
-        of_parameters: set[int] = set()
-        for node in self._graph.nodes:
-            sources = [value.node in of_parameters for value in node.operands]
-            if node.kind == "parameter" or (sources and all(sources)):
-                of_parameters.add(node.index)
-            elif any(sources) and node.kind in ("operator", "experts") and node.outputs[0]:
-                yield from self._if_offered(node, Shard(0))
-        chains = gradient_chains(self._graph)
-        for use in self._graph.uses():
-            maker = self._graph.nodes[use.value.node]
-            reader = self._graph.nodes[use.consumer]
-            if reader.index not in chains or maker.index in chains or use.value.output:
-                continue
+        for node in self._places.with_parameters:
+            yield from self._if_offered(node, Shard(0))
+        for maker, reader in self._places.before_gradients:
             # Some casts must not come before the sum: it is then made even earlier.
             if reader.kind != "operator" or list(self._if_offered(reader, Partial("sum"))):
                 yield from self._if_offered(maker, Partial("sum"))
@@ -183,7 +234,7 @@ class _Pins:
 
     def _parameters(self) -> Iterator[_Pin]:
         """Parameters as stored, and what is shared of them between their users."""
-        chains = parameter_chains(self._graph)
+        chains = self._places.parameters
         stored: dict[str, tuple[Placement, ...]] = {}
         for node in self._graph.of_kind("parameter"):
             name, spec = str(node.target), node.output()
@@ -223,7 +274,7 @@ class _Pins:
     def _cuts(self, style: AxisStyle, parameter: str) -> bool:
         """Whether each rank computes with its own piece of a parameter, ungathered."""
         if style in _EXPERT_PARALLEL:
-            return parameter in self._expert_weights
+            return parameter in self._places.expert_weights
         return style in _TENSOR_PARALLEL and self._names.dim_of(parameter) is not None
 
     def _shard_if_it_fits(
@@ -251,32 +302,6 @@ class _Pins:
             return tuple(wanted)
         return (None,) * self._mesh.num_axes
 
-    def _between_layers(self) -> Iterator[Value]:
-        """What one layer makes and another reads, of the shape of the residual stream."""
-        nodes = self._graph.nodes
-        batches = {
-            node.output().shape[:2]
-            for node in self._graph.of_kind("input")
-            if len(node.output().shape) >= 2
-        }
-        seen = set()
-        for use in self._graph.uses():
-            maker, reader = nodes[use.value.node], nodes[use.consumer]
-            if maker.kind not in ("operator", "experts") or use.value in seen:
-                continue
-            home = layer_of_module(maker.module)
-            leaves = home is not None and home != layer_of_module(reader.module)
-            shared = reader.kind == "share" and self._read_elsewhere(reader, home)
-            spec = maker.output(use.value.output)
-            is_stream = len(spec.shape) == 3 and spec.shape[:2] in batches
-            if home is not None and (leaves or shared) and is_stream:
-                seen.add(use.value)
-                # Sums that are not finished yet are finished before the stream goes on.
-                yield Value(reader.index) if shared else use.value
-
-    def _read_elsewhere(self, share: PlacementNode, home: str | None) -> bool:
-        return any(layer_of_module(n.module) != home for n in self._readers[share.index])
-
 
 def _lies(option: NodeOption, wanted: tuple[Placement | None, ...]) -> bool:
     layout = option.outputs[0]
@@ -285,9 +310,8 @@ def _lies(option: NodeOption, wanted: tuple[Placement | None, ...]) -> bool:
     )
 
 
-def _expert_weights(graph: PlacementGraph) -> frozenset[str]:
+def _expert_weights(graph: PlacementGraph, chains: Mapping[int, str]) -> frozenset[str]:
     """Names of the parameters that routed experts compute with."""
-    chains = parameter_chains(graph)
     found = set()
     for node in graph.of_kind("experts"):
         if node.phase == "forward":

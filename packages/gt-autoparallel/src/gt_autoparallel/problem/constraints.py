@@ -244,7 +244,7 @@ class _Resolver:
 
         # A share node only passes on what somebody made, inside or outside.
         seen: set[tuple[int, int]] = set()
-        for use in self._graph.uses():
+        for use in self._graph.uses:
             maker, reader = nodes[use.value.node], nodes[use.consumer]
             if reader.kind in ("share", "gradient", "input_gradient") or reader.phase != phase:
                 continue

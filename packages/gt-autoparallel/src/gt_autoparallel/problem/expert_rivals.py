@@ -15,7 +15,11 @@ import numpy as np
 
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.placement_graph import PlacementGraph
-from gt_autoparallel.problem.axis_styles import expert_styles, pinned_constraints
+from gt_autoparallel.problem.axis_styles import (
+    PinnedPlaces,
+    expert_styles,
+    pinned_constraints,
+)
 from gt_autoparallel.problem.constraints import LayoutConstraint
 from gt_autoparallel.problem.problem_of_graph import Demand, PlacementProblem, is_allowed
 from gt_autoparallel.solver import Rival
@@ -29,8 +33,9 @@ def expert_pins(
 ) -> ExpertPins:
     """What the experts whose plans are known for ``mesh`` would pin in ``graph``."""
     has_experts = bool(graph.of_kind("experts"))
+    places = PinnedPlaces(graph)
     return tuple(
-        pinned_constraints(graph, mesh, styles, replicate_unknown=replicate_unknown)
+        pinned_constraints(graph, mesh, styles, replicate_unknown=replicate_unknown, places=places)
         for styles in expert_styles(mesh, routed_experts=has_experts).values()
     )
 

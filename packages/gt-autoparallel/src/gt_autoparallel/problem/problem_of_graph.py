@@ -21,7 +21,7 @@ its sum over ranks is done in the dtype that was asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -156,22 +156,25 @@ class PlacementProblem:
             lies_below = is_counted or viewed.node in storages.recomputed
             return ("aliased", "moved") if lies_below else ("moved",)
 
-        def choice_of(index: int, choices: Sequence[Choice]) -> int:
-            node = self.graph.nodes[index]
-            wanted = options[index]
-            positions = [i for i, choice in enumerate(choices) if choice.option == wanted]
-            if not positions:
-                raise KeyError(f"{node.name} has no option {wanted}")
-            fitting = [
-                i for each in statuses_of(node) for i in positions if choices[i].status == each
-            ]
-            return (fitting or positions)[0]
+        def choices_of(nodes: Sequence[int], choices: Sequence[Choice]) -> Iterator[int]:
+            known: dict[NodeOption, list[int]] = {}  # nearly all layers take the same few options
+            for node in map(self.graph.nodes.__getitem__, nodes):
+                wanted = options[node.index]
+                if wanted not in known:
+                    known[wanted] = [i for i, each in enumerate(choices) if each.option == wanted]
+                positions = known[wanted]
+                if not positions:
+                    raise KeyError(f"{node.name} has no option {wanted}")
+                fitting = [
+                    i for each in statuses_of(node) for i in positions if choices[i].status == each
+                ]
+                yield (fitting or positions)[0]
 
         members_of = members_by_layer(self.graph, self.clustering)
         found = []
         for variable, (choices, members) in enumerate(zip(self.choices, members_of, strict=True)):
             deciding = members if variable in in_blocks else members[:1]
-            found.append(tuple(choice_of(index, choices) for index in deciding))
+            found.append(tuple(choices_of(deciding, choices)))
         return found
 
 

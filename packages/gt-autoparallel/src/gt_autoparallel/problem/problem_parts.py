@@ -162,7 +162,7 @@ class PartsBuilder:
         class_of = self.clustering.class_of_node
         first_use: dict[tuple[int, int, int, int], Use] = {}
         counts: Counter[tuple[int, int, int, int]] = Counter()
-        for use in self.graph.uses():
+        for use in self.graph.uses:
             value = use.value
             key = (class_of[value.node], value.output, class_of[use.consumer], use.position)
             first_use.setdefault(key, use)

@@ -19,11 +19,13 @@ falls while prices stay, and one sweep and back is exact on a tree whose order f
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
 
-from gt_autoparallel.solver.problem import FloatArray, IntArray
+from gt_autoparallel.solver.problem import BoolArray, FloatArray, IntArray
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 
 
@@ -187,6 +189,24 @@ class DualAscent:
         # After a whole sweep the least entry of every table without its messages is 0, so that
         # the bounds of the nodes add up to the bound.
         self._balanced = True
+
+    def bound_within(self, masks: Sequence[BoolArray], *, penalty_us: float) -> float:
+        """What any choice costs at least that takes of each node only what its mask [K] allows.
+
+        The bound of all choices after one sweep from here, where every other option costs
+        ``penalty_us`` more: it holds whatever that is. Prices and messages stay as they are.
+        """
+        ends = [(link, list(link.messages)) for _, link in self._reduced.live_links()]
+        penalized = copy(self)
+        penalized._costs = [
+            cost + np.where(mask, 0.0, penalty_us)
+            for cost, mask in zip(self._costs, masks, strict=True)
+        ]
+        penalized._node_bounds = np.zeros(len(masks))
+        penalized.sweep(forward=False)
+        for link, messages in ends:
+            link.messages = messages
+        return penalized.swept_bound
 
     def option_bounds(self) -> list[FloatArray]:
         """For each node [K]: what any choice that takes the option costs at least.

@@ -164,10 +164,17 @@ class _MixedSearch:
 
     def __post_init__(self) -> None:
         self.incumbent = Incumbent(self.problem, self.gap, PriceModel(problem=self.problem))
+        # Methods of the search would be a cycle, which lives on while the collector is held.
+        deadline = self.deadline
         self.programs = RestrictedPrograms(
-            self.incumbent, self.settings, self._time_left, [set() for _ in self.problem.variables]
+            self.incumbent,
+            self.settings,
+            lambda: deadline - time.perf_counter(),
+            [set() for _ in self.problem.variables],
         )
-        self._bounding = Bounding(self.problem, self.incumbent, self.settings, self._is_late)
+        self._bounding = Bounding(
+            self.problem, self.incumbent, self.settings, lambda: time.perf_counter() >= deadline
+        )
         self._rounds = self.settings.rounds
         windows, rows = len(self.problem.windows), len(self.problem.memory)
         self.part = SearchPart(

@@ -3,8 +3,9 @@
 A search may end with a gap, and then a plan that somebody knows might be cheaper. A *rival* is a
 kind of choices, stated as the options that they may take: what an expert does, for example. After
 the search each rival's part of the problem is bounded, with the best choice's cost as the cutoff.
-Nearly always a few sweeps of dual ascent prove that nothing in it costs less; if not, the part is
-searched to its optimum, or looked at as a whole (``most_parts``).
+Nearly always one sweep of dual ascent on the whole problem, in which all else costs more, proves
+that nothing in it costs less; if not, the part is made, bounded by a few sweeps more, and searched
+to its optimum, or looked at as a whole (``most_parts``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from gt_autoparallel.solver.bounding import Bounding, SearchPart, SearchSettings
 from gt_autoparallel.solver.dominance import drop_dominated
 from gt_autoparallel.solver.incumbent import PRECISION, Incumbent, less_by
-from gt_autoparallel.solver.message_passing import Prices
+from gt_autoparallel.solver.message_passing import DualAscent, Prices
 from gt_autoparallel.solver.problem import BoolArray, FloatArray
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 from gt_autoparallel.solver.search import Search
@@ -46,17 +47,20 @@ def beat_rivals(
     """
     if not rivals or time.perf_counter() >= deadline:
         return
-    bounds = SearchPart(whole.copy(), prices).option_bounds()
+    ascent = DualAscent(whole.copy(), prices)
+    for forward in (True, False, True):
+        ascent.sweep(forward=forward)
+    bounds = ascent.option_bounds()
     for rival in rivals:
         if time.perf_counter() >= deadline:
             break
         known = min(incumbent.objective_us, incumbent.below_us)
-        if _least(rival, whole, bounds) >= known:
+        masks = [allowed[node.options] for allowed, node in zip(rival, whole.nodes, strict=True)]
+        if _least(masks, bounds) >= known:
+            continue
+        if known < math.inf and ascent.bound_within(masks, penalty_us=known) >= known:
             continue
         part = SearchPart(whole.copy(), prices)
-        masks = [
-            allowed[node.options] for allowed, node in zip(rival, part.reduced.nodes, strict=True)
-        ]
         if not part.drop(masks):
             continue
         drop_dominated(part.reduced)
@@ -80,10 +84,10 @@ def beat_rivals(
             incumbent.offer(contest.incumbent.choices)
 
 
-def _least(rival: Rival, whole: ReducedProblem, bounds: Sequence[FloatArray]) -> float:
+def _least(masks: Sequence[BoolArray], bounds: Sequence[FloatArray]) -> float:
     """No choice of a rival costs less: of every node it takes one of the options that it may."""
     least = -math.inf
-    for allowed, node, values in zip(rival, whole.nodes, bounds, strict=True):
-        among = values[allowed[node.options]]
+    for mask, values in zip(masks, bounds, strict=True):
+        among = values[mask]
         least = max(least, float(among.min()) if len(among) else math.inf)
     return least

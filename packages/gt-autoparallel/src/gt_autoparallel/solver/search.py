@@ -87,10 +87,17 @@ class Search:
         self.incumbent = Incumbent(
             self.problem, self.gap, PriceModel(problem=self.problem), self.below_us
         )
+        # Methods of the search would be a cycle, which lives on while the collector is held.
+        deadline = self.deadline
         self.programs = RestrictedPrograms(
-            self.incumbent, self.settings, self._time_left, [set() for _ in self.problem.variables]
+            self.incumbent,
+            self.settings,
+            lambda: deadline - time.perf_counter(),
+            [set() for _ in self.problem.variables],
         )
-        self._bounding = Bounding(self.problem, self.incumbent, self.settings, self.is_late)
+        self._bounding = Bounding(
+            self.problem, self.incumbent, self.settings, lambda: time.perf_counter() >= deadline
+        )
 
     # ------------------------------------------------------------------ state
 

@@ -117,10 +117,10 @@ def trace_without_code(
     *,
     module: nn.Module | None,
     optimizer: torch.optim.Optimizer | None = None,
-    input_preparers: Sequence[InputPreparer],
-    constants: ConstantPolicy,
-    meta_device: torch.device | str,
-    fake_mode: FakeTensorMode | None,
+    input_preparers: Sequence[InputPreparer] = (),
+    constants: ConstantPolicy = "error",
+    meta_device: torch.device | str = "meta",
+    fake_mode: FakeTensorMode | None = None,
 ) -> Callable[..., TracedStep]:
     """``trace_step`` for a graph of which another is made: its code is generated when asked for."""
 
