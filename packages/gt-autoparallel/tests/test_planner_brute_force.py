@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +59,22 @@ def planner_of(seed: int, mesh: MeshShape) -> tuple[Planner, Exhaustive, random.
     raise AssertionError("no small graph")
 
 
+def constraints_of(
+    graph: PlacementGraph, pinned: Mapping[str, Layout]
+) -> tuple[LayoutConstraint, ...]:
+    """Each node's first result as pinned; what has none takes its first operand so."""
+    return tuple(
+        LayoutConstraint(
+            node=node.name,
+            side="output" if node.outputs else "operand",
+            position=0,
+            placements=pinned[node.name],
+        )
+        for node in graph.nodes
+        if node.name in pinned
+    )
+
+
 @pytest.mark.parametrize(
     ("mesh", "block"),
     [*((LINE, block) for block in range(8)), *((SQUARE, block) for block in range(2))],
@@ -107,16 +124,7 @@ def test_as_many_bytes_are_enough_as_the_best_of_all_takes() -> None:
             for node in graph.nodes
             if classes[node.index] not in free
         }
-        constraints = tuple(
-            LayoutConstraint(
-                node=node.name,
-                side="output" if node.outputs else "operand",
-                position=0,
-                placements=pinned[node.name],
-            )
-            for node in graph.nodes
-            if node.name in pinned
-        )
+        constraints = constraints_of(graph, pinned)
         request = replace(request, constraints=constraints)
         classes = planner.problem(request).clustering.class_of_node
         every = Exhaustive(graph, LINE, classes, pinned=pinned, **of_step)
@@ -155,16 +163,7 @@ def test_a_view_is_let_go_with_its_layer_if_it_was_moved_and_with_the_one_it_vie
     request = ResolvedRequest(
         memory_budget_bytes=2**60,
         recomputes=False,
-        constraints=tuple(
-            LayoutConstraint(
-                node=node.name,
-                side="output" if node.outputs else "operand",
-                position=0,
-                placements=pinned[node.name],
-            )
-            for node in graph.nodes
-            if node.name in pinned
-        ),
+        constraints=constraints_of(graph, pinned),
     )
     planner = Planner(graph, LINE, signature=signature_of(graph))
     class_of_node = planner.problem(request).clustering.class_of_node
