@@ -61,6 +61,7 @@ def test_a_published_recipe_is_a_candidate_whose_bounds_are_below_what_was_measu
         global_batch=recipe.global_batch,
         gpus_per_node=8,
         linears=(recipe.linears,),
+        skipped=recipe.skipped,
         fixed={},
     )
     assert recipe in set(candidates(request, model))

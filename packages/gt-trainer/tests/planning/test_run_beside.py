@@ -1,17 +1,19 @@
 """A run beside a plan is a dry run of its flags; what cannot be compared is refused first."""
 
 import dataclasses
+import multiprocessing
 import time
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
 from gt_passes.simulation import h100_sxm
+from gt_trainer import device
 from gt_trainer.command_line.command_line import flags_given
 from gt_trainer.command_line.overrides import apply_overrides
 from gt_trainer.device import intended_for
 from gt_trainer.dry_run.dry_run import dry_run
-from gt_trainer.launcher.child import RunningChild, run_in_child
+from gt_trainer.launcher.child import RunningChild
 from gt_trainer.models.llama3 import llama3_debugmodel
 from gt_trainer.planning.candidates import NoRecipeError
 from gt_trainer.planning.recipe_outcome import RecipeOutcome, Unsimulated
@@ -46,11 +48,12 @@ def _checked(*flags) -> RunBeside:
     return checked_beside(_run(*flags), _GPUS, _SEQUENCES)
 
 
-def _simulated(run):
+def _simulated(*flags):
+    """Beside a plan, and by a dry run; called in a process that has captured nothing itself."""
+    run = _checked(*flags)
     child = start_beside(run, _GPUS, h100_sxm())
     found = finish_beside(run, _GPUS, child, tell=print, is_stopped=lambda: False)
-    assert found.flags == run.flags
-    return found.result
+    return found, _dry_run(run.flags)
 
 
 def _dry_run(flags):
@@ -75,13 +78,15 @@ def _dry_run(flags):
     ids=["step", "pipeline"],
 )
 def test_a_run_beside_takes_what_a_dry_run_of_its_flags_says(flags):
-    run = _checked(*flags)
-    found = _simulated(run)
-    assert isinstance(found, RecipeOutcome)
-    # In a child: forks after a capture of this process would fail.
-    step_us, peak_bytes = run_in_child(partial(_dry_run, run.flags), timeout_seconds=600)
-    assert (found.step_us, found.peak_bytes) == (step_us, peak_bytes)
-    tokens = found.tokens_per_second_per_gpu * step_us / 1e6 * _GPUS
+    # Forks of a process that has captured fail, and this one may have, in another test.
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, initializer=device.install, initargs=("cpu",)) as fresh:
+        beside, dry = fresh.submit(_simulated, *flags).result()
+    found = beside.result
+    assert isinstance(found, RecipeOutcome), found
+    assert beside.flags[-2:] == ("--training.global_batch_size", "8")
+    assert (found.step_us, found.peak_bytes) == dry
+    tokens = found.tokens_per_second_per_gpu * found.step_us / 1e6 * _GPUS
     assert tokens == pytest.approx(_SEQUENCES * 64)
 
 

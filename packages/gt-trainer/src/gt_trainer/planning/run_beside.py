@@ -159,6 +159,7 @@ def recipe_of(config: GraphTrainer.Config, num_gpus: int) -> RunRecipe:
     """
     mesh = topology_of(config, num_gpus)
     is_pipelined = mesh.pp > 1
+    linears = config.quantization.linears
     return RunRecipe(
         dp_replicate=mesh.dp_replicate,
         dp_shard=mesh.dp_shard,
@@ -172,8 +173,8 @@ def recipe_of(config: GraphTrainer.Config, num_gpus: int) -> RunRecipe:
         memory_policy=config.compile.memory_policy,
         ep_overlap=config.compile.ep_overlap.enabled,
         reduces_once=config.compile.accumulation == "reduce_once",
-        linears=config.quantization.linears,
-        skipped=tuple(config.quantization.skip),
+        linears=linears,
+        skipped=tuple(config.quantization.skip) if linears != "none" else (),
     )
 
 
