@@ -9,6 +9,7 @@ and gives.
                        what is solved, what comes out, what a choice costs, what is refused
     solve, search, bounding, branching, incumbent
                        the search: bounds from below, choices from above
+    deadline           when a search ends
     reduced_problem, arc_consistency, dominance
                        what is left of the problem, and what shrinks it
     message_passing, elimination, price_model

@@ -27,6 +27,7 @@ from gt_autoparallel.solver.bounding import (
     SearchSettings,
     with_settled_windows,
 )
+from gt_autoparallel.solver.deadline import Deadline
 from gt_autoparallel.solver.dominance import drop_dominated
 from gt_autoparallel.solver.highs_model import HighsModel, HighsResult
 from gt_autoparallel.solver.incumbent import Incumbent, less_by
@@ -119,7 +120,7 @@ def solve_mixed(
         problem=problem,
         reduced=reduced,
         gap=relative_gap,
-        deadline=start + time_limit_seconds,
+        deadline=Deadline(start + time_limit_seconds),
         settings=SearchSettings(),
         progress=progress,
         start=start,
@@ -140,7 +141,7 @@ class _MixedSearch:
     problem: Problem
     reduced: ReducedProblem
     gap: float
-    deadline: float
+    deadline: Deadline
     settings: SearchSettings
     progress: ProgressCallback | None
     start: float
@@ -164,28 +165,20 @@ class _MixedSearch:
 
     def __post_init__(self) -> None:
         self.incumbent = Incumbent(self.problem, self.gap, PriceModel(problem=self.problem))
-        # Methods of the search would be a cycle, which lives on while the collector is held.
-        deadline = self.deadline
         self.programs = RestrictedPrograms(
             self.incumbent,
             self.settings,
-            lambda: deadline - time.perf_counter(),
+            self.deadline.seconds_left,
             [set() for _ in self.problem.variables],
         )
         self._bounding = Bounding(
-            self.problem, self.incumbent, self.settings, lambda: time.perf_counter() >= deadline
+            self.problem, self.incumbent, self.settings, self.deadline.is_over
         )
         self._rounds = self.settings.rounds
         windows, rows = len(self.problem.windows), len(self.problem.memory)
         self.part = SearchPart(
             self.reduced, Prices(windows=np.ones(windows), memory=np.zeros(rows))
         )
-
-    def _time_left(self) -> float:
-        return self.deadline - time.perf_counter()
-
-    def _is_late(self) -> bool:
-        return self._time_left() <= 0.0
 
     def begin_at(self, warm_start: WarmStart) -> None:
         """Takes what another solve learned; what does not fit this problem is left out."""
@@ -218,7 +211,7 @@ class _MixedSearch:
         part = self.part
         # What it takes to find options that keep the budgets leaves as many turns as ever.
         for turn in range(2 * self.settings.relaxations):
-            if self._is_late() or part.lower_bound_us >= self.below_us:
+            if self.deadline.is_over() or part.lower_bound_us >= self.below_us:
                 return True
             if turn - self._num_raised == self.settings.relaxations:
                 break
@@ -246,7 +239,7 @@ class _MixedSearch:
             if distance <= min(0.02 * room, _CLOSE * scale):
                 break
         for pairs in self.settings.mixture_pairs[1:]:
-            if self._is_late() or not part.weights:
+            if self.deadline.is_over() or not part.weights:
                 break
             self._mix(pairs)
             if part.lower_bound_us >= self.incumbent.cutoff_us:
@@ -258,7 +251,7 @@ class _MixedSearch:
         part = self.part
         if part.reduced.num_pairs > self.settings.small_pairs:
             return self.programs.relax(part)
-        result = HighsModel(part.reduced).solve(integer=False, seconds=self._time_left())
+        result = HighsModel(part.reduced).solve(integer=False, seconds=self.deadline.seconds_left())
         if result.feasible is False:
             return result
         if not result.optimal:
@@ -311,7 +304,7 @@ class _MixedSearch:
             rivals,
             prices=self.part.prices,
             settings=self.settings,
-            deadline=self.deadline,
+            deadline=self.deadline.at,
             most_parts=1,
         )
 

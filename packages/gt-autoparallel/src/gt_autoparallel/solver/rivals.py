@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 
 from gt_autoparallel.solver.bounding import Bounding, SearchPart, SearchSettings
+from gt_autoparallel.solver.deadline import Deadline
 from gt_autoparallel.solver.dominance import drop_dominated
 from gt_autoparallel.solver.incumbent import PRECISION, Incumbent, less_by
 from gt_autoparallel.solver.message_passing import DualAscent, Prices
@@ -69,7 +70,7 @@ def beat_rivals(
             problem=incumbent.problem,
             reduced=part.reduced,
             gap=0.0,
-            deadline=deadline,
+            deadline=Deadline(deadline),
             progress=None,
             settings=settings,
             start=time.perf_counter(),
@@ -77,7 +78,9 @@ def beat_rivals(
             most_parts=most_parts,
         )
         contest.prices = part.prices
-        bounding = Bounding(incumbent.problem, contest.incumbent, settings, contest.is_late)
+        bounding = Bounding(
+            incumbent.problem, contest.incumbent, settings, contest.deadline.is_over
+        )
         if bounding.settle(part, part.prices, sweeps=_SWEEPS):
             contest.run()
         if contest.incumbent.objective_us < math.inf:

@@ -26,6 +26,7 @@ from gt_autoparallel.solver.bounding import (
     with_settled_windows,
 )
 from gt_autoparallel.solver.branching import branch
+from gt_autoparallel.solver.deadline import Deadline
 from gt_autoparallel.solver.highs_model import HighsModel
 from gt_autoparallel.solver.incumbent import PRECISION, Incumbent, less_by
 from gt_autoparallel.solver.message_passing import Prices
@@ -52,8 +53,7 @@ class Search:
     problem: Problem
     reduced: ReducedProblem
     gap: float
-    deadline: float
-    """When the search must end, on the clock of ``time.perf_counter``."""
+    deadline: Deadline
     progress: ProgressCallback | None
     settings: SearchSettings
     start: float
@@ -87,26 +87,17 @@ class Search:
         self.incumbent = Incumbent(
             self.problem, self.gap, PriceModel(problem=self.problem), self.below_us
         )
-        # Methods of the search would be a cycle, which lives on while the collector is held.
-        deadline = self.deadline
         self.programs = RestrictedPrograms(
             self.incumbent,
             self.settings,
-            lambda: deadline - time.perf_counter(),
+            self.deadline.seconds_left,
             [set() for _ in self.problem.variables],
         )
         self._bounding = Bounding(
-            self.problem, self.incumbent, self.settings, lambda: time.perf_counter() >= deadline
+            self.problem, self.incumbent, self.settings, self.deadline.is_over
         )
 
     # ------------------------------------------------------------------ state
-
-    def _time_left(self) -> float:
-        return self.deadline - time.perf_counter()
-
-    def is_late(self) -> bool:
-        """Whether the time is over."""
-        return self._time_left() <= 0.0
 
     @property
     def relative_gap(self) -> float:
@@ -177,7 +168,7 @@ class Search:
             self.lower_bound_us, self.method = self.incumbent.objective_us, "nothing to choose"
             return
         self._push(SearchPart(self.reduced, self.prices))
-        while self._open and self.num_parts < self.most_parts and not self.is_late():
+        while self._open and self.num_parts < self.most_parts and not self.deadline.is_over():
             bound, _, part = heapq.heappop(self._open)
             if bound >= self.incumbent.cutoff_us:
                 continue
@@ -202,11 +193,11 @@ class Search:
             self._report(f"part {self.num_parts}", part)
             if not alive or part.lower_bound_us >= self.incumbent.cutoff_us:
                 return []
-            if self.is_late():
+            if self.deadline.is_over():
                 return [part]
         if part.reduced.num_pairs <= self.settings.small_pairs and self._solve_whole(part):
             return []
-        if self.is_late():
+        if self.deadline.is_over():
             return [part]
         children = []
         for masks in branch(part.reduced, part.weights, part.prices):
@@ -238,7 +229,7 @@ class Search:
         # Rounding with many options at the root, then ever more rarely: after 2, 4, 8, ... parts.
         in_turn = self.num_parts & (self.num_parts - 1) == 0
         for turn in range(self.settings.relaxations // (1 if at_root else 2)):
-            if part.reduced.num_pairs <= self.settings.small_pairs or self.is_late():
+            if part.reduced.num_pairs <= self.settings.small_pairs or self.deadline.is_over():
                 return True
             with self.timed("lp"):
                 result = self.programs.relax(part)
@@ -276,7 +267,7 @@ class Search:
         self.method = "LP relaxation" if part.depth == 0 else "branch and bound"
         with self.timed("lp"):
             model = HighsModel(part.reduced)
-            relaxation = model.solve(integer=False, seconds=self._time_left())
+            relaxation = model.solve(integer=False, seconds=self.deadline.seconds_left())
         if relaxation.feasible is False:
             return True
         self.programs.take(part.reduced, relaxation)
@@ -297,7 +288,7 @@ class Search:
         with self.timed("milp"):
             result = model.solve(
                 integer=True,
-                seconds=self._time_left(),
+                seconds=self.deadline.seconds_left(),
                 gap=self.gap,
                 max_nodes=self.settings.whole_nodes,
             )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from gt_autoparallel.errors import DearPlacementError, OutOfTimeError
 from gt_autoparallel.solver.arc_consistency import make_arc_consistent
 from gt_autoparallel.solver.bounding import SearchSettings
+from gt_autoparallel.solver.deadline import Deadline
 from gt_autoparallel.solver.dominance import drop_dominated
 from gt_autoparallel.solver.evaluation import evaluate
 from gt_autoparallel.solver.incumbent import PRECISION, less_by
@@ -79,7 +80,7 @@ def solve(
         problem=problem,
         reduced=reduced,
         gap=relative_gap,
-        deadline=start + (1.0 - _LAST) * time_limit_seconds,  # which may be endless
+        deadline=Deadline(start + (1.0 - _LAST) * time_limit_seconds),  # which may be endless
         progress=progress,
         settings=SearchSettings(),
         start=start,
