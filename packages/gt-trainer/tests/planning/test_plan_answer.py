@@ -167,7 +167,7 @@ def test_a_run_beside_is_compared_with_the_first():
         f"more: {slower.recipe}"
     )
     assert told(first, (slower,)) == (
-        f"1,000.0 ms and 40.0 GiB, 0.80 times the first, no recipe that was found is faster: "
+        f"1,000.0 ms and 40.0 GiB, 0.80 times the first, no recipe that fits is known to be faster: "
         f"{first.recipe}"
     )
     assert told(first, (first,)).startswith("1,000.0 ms and 40.0 GiB, 1.00 times the first, no ")

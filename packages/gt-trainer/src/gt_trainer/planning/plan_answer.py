@@ -86,7 +86,7 @@ class PlanAnswer:
         times = f"{took}, {run.step_us / first.step_us:.2f} times the first"
         if run.step_us > first.step_us:
             return f"{times}: {why_slower(first, run)}"
-        return f"{times}, no recipe that was found is faster: {run.recipe}"
+        return f"{times}, no recipe that fits is known to be faster: {run.recipe}"
 
     def as_data(self) -> dict[str, object]:
         """The answer as plain data, for programs."""
