@@ -115,6 +115,16 @@ class Exhaustive:
             for classes in itertools.combinations(candidates, size):
                 yield self.everything(frozenset(classes))
 
+    def memory_of(self, options: Sequence[NodeOption], again: frozenset[int]) -> float:
+        """Bytes of one placement; ``again`` as for ``everything``."""
+        first = {number: node for node, number in reversed([*enumerate(self._classes)])}
+        of_classes = zip(sorted(first), self._options, strict=True)
+        place = tuple(mine.index(options[first[number]]) for number, mine in of_classes)
+        memory = np.broadcast_to(
+            self.everything(again).memory_bytes, tuple(map(len, self._options))
+        )
+        return float(memory[place])
+
     def everything(self, again: frozenset[int] = frozenset()) -> Everything:
         """Walks all nodes and uses once, for all combinations at once.
 
@@ -219,9 +229,13 @@ class Exhaustive:
         return self._pairs(partner, node, np.array(table))
 
     def _memory(self, zero: NDArray[Any]) -> NDArray[Any]:
-        """Parameters three times (with Adam's state), what is saved once; and the fullest moment."""
+        """Parameters three times (with Adam's state), and the fullest moment of what comes and goes.
+
+        For each layer two moments: none had its turn in the backward yet, or those after it had.
+        """
         graph = self._graph
-        total = gradients = zero
+        total = zero
+        gradients: dict[str, Any] = {}
         saved: dict[str, Any] = {}
         ahead: dict[str, Any] = {}
         in_flight: dict[str, Any] = {}
@@ -232,7 +246,8 @@ class Exhaustive:
             if node.kind == "parameter":
                 total = total + self._along(node, 3.0 * self._output_bytes(node, options, 0))
             elif node.kind == "gradient":
-                gradients = gradients + self._along(node, self._operand_bytes(node, options))
+                mine = self._along(node, self._operand_bytes(node, options))
+                gradients[node.module] = gradients.get(node.module, zero) + mine
                 whole = self._unreduced(node.operands[0])
                 in_flight[node.module] = in_flight.get(node.module, zero) + whole
             if node.phase == "backward" or self._runs_again(node):
@@ -259,16 +274,19 @@ class Exhaustive:
                     saved[node.module] = saved.get(node.module, zero) + wanted * mine
         # Views hand on what is needed of them; several outputs of one view are one storage.
         self._add_views(zero, needed, saved)
-        total = sum(saved.values(), total) + (gradients if self._accumulates else zero)
-        moments = [gradients, zero + self._loss_bytes]
-        # Layers of one class make the same again, one after the other.
-        moments += [gradients + ahead.get(layer, zero) + again for layer, again in made.items()]
-        # What a layer saved is gone when its gradients are reduced.
-        moments += [
-            gradients + ahead.get(layer, zero) + whole - saved.get(layer, zero)
-            for layer, whole in in_flight.items()
-            if layer
-        ]
+        before = sum(gradients.values(), zero) if self._accumulates else zero
+        layers = sorted({node.module for node in graph.nodes if node.module})
+        moments = [sum(saved.values(), before + self._loss_bytes)]
+        for place, layer in enumerate(layers):
+            own = ahead.get(layer, zero) + made.get(layer, zero)
+            reduced = ahead.get(layer, zero) + in_flight.get(layer, zero) - saved.get(layer, zero)
+            later, earlier = layers[place + 1 :], layers[:place]
+            for gone, to_come in (([], earlier + later), (later, earlier)):
+                there = sum((size for of, size in saved.items() if of not in gone), before)
+                there = sum((size for of, size in gradients.items() if of not in to_come), there)
+                moments += [there + own, *([there + reduced] if layer in in_flight else [])]
+        if not layers:
+            moments.append(sum(saved.values(), before) + sum(gradients.values(), zero))
         return total + functools.reduce(np.maximum, moments)
 
     def _unreduced(self, gradient: Value) -> NDArray[Any]:

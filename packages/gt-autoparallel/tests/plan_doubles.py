@@ -409,21 +409,45 @@ def _memory(
         if of == "mm0"
         or options[by_name[share].index].outputs != options[by_name[of].index].outputs
     }
+    # Gradients that are to come and what is gone, for each layer: as if the others had not had their
+    # turn yet, and in its turn.
+    modules = sorted({node.module for node in graph.of_kind("gradient")})
+    gradient = {module: num_bytes(f"p{place}") for place, module in enumerate(modules)}
+    gone = {
+        module: sum(saved[name] for name in saved if by_name[name].module == module)
+        for module in modules
+    }
+    first, second = modules
+    turns = [
+        (first, gradient[second], 0),
+        (first, 0, gone[second]),
+        (second, gradient[first], 0),
+        (second, gradient[first], 0),
+    ]
+    to_come, let_go = min(((come, away) for _, come, away in turns), key=lambda e: (sum(e), -e[1]))
     at_reduction = []
-    for gradient in graph.of_kind("gradient"):
-        maker = graph.nodes[gradient.operands[0].node]
+    for node in graph.of_kind("gradient"):
+        maker = graph.nodes[node.operands[0].node]
         if maker.target is aten.t.default:
             maker = graph.nodes[maker.operands[0].node]
         (layout,) = options[maker.index].outputs
         if layout is not None and any(map(Placement.is_partial, layout)):
-            gone = sum(saved[name] for name in saved if by_name[name].module == maker.module)
-            at_reduction.append((2 * num_bytes(maker.name), gone))
-    in_flight, let_go = max(at_reduction, key=lambda both: both[0] - both[1], default=(0, 0))
+            at_reduction += [
+                (2 * num_bytes(maker.name), away + gone[module], come)
+                for module, come, away in turns
+                if module == maker.module
+            ]
+    in_flight, gone_then, to_come_then = max(
+        at_reduction, key=lambda e: (e[0] - e[1] - e[2], e), default=(0, let_go, to_come)
+    )
     return MemoryBreakdown(
         parameters=parameters,
         gradients=parameters,
         optimizer_state=2 * parameters,
         saved_activations=sum(saved.values()),
+        let_go_in_backward=let_go,
+        to_come_in_backward=to_come,
         in_flight=in_flight,
-        let_go=let_go,
+        let_go_at_reduction=gone_then,
+        to_come_at_reduction=to_come_then,
     )

@@ -16,7 +16,8 @@ from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode,
 from gt_autoparallel.graph.redistribution import can_redistribute, redistribution_steps
 from gt_autoparallel.plan.model_signature import model_signature
 from gt_autoparallel.plan.placement_plan import PlacementPlan, PlannedRedistribution, SolverReport
-from gt_autoparallel.prices.memory import MemoryBreakdown, needed_storages
+from gt_autoparallel.prices.memory import MemoryBreakdown
+from gt_autoparallel.prices.needed_storages import needed_storages
 from gt_autoparallel.prices.recomputability import recomputable_nodes
 from gt_autoparallel.problem.constraints import ResolvedRequest
 from gt_autoparallel.rules import node_options

@@ -146,7 +146,7 @@ def test_something_else_is_refused(tmp_path: Path):
         assert str(error.value) == f"{path} is no plan: its format is not 'gt-autoparallel plan'"
 
 
-@pytest.mark.parametrize(("version", "age"), [(1, "an older"), (8, "another"), ("7", "another")])
+@pytest.mark.parametrize(("version", "age"), [(1, "an older"), (9, "another"), ("8", "another")])
 def test_another_version_is_refused(plan, tmp_path: Path, version: object, age: str):
     path = write_plan(plan, tmp_path / "plan.json")
     document = json.loads(path.read_bytes())
@@ -158,7 +158,7 @@ def test_another_version_is_refused(plan, tmp_path: Path, version: object, age: 
         read_plan(path, prices=Prices())
     assert str(error.value) == (
         f"{path} was written by {age} version of gt-autoparallel: its format version is "
-        f"{version!r}, and 7 is read here; plan again"
+        f"{version!r}, and 8 is read here; plan again"
     )
 
 
@@ -173,14 +173,15 @@ def test_a_file_has_the_fields_of_its_version(plan):
         "constraint": content["request"]["constraints"][0],
         "step": content["redistributions"][0]["steps"][0],
     }
-    assert FORMAT_VERSION == 7
+    assert FORMAT_VERSION == 8
     assert {name: " ".join(sorted(part)) for name, part in parts.items()} == {
         "content": "compute_us graph judgement memory mesh options prices_digest recomputed redistributions "
         "replicated_nodes request signature solver windows",
         "constraint": "node placements position side",
         "graph": "nodes parameter_aliases",
-        "memory": "gathered_ahead gradients gradients_before in_flight let_go loss optimizer_state "
-        "parameters recomputed saved_activations",
+        "memory": "gathered_ahead gradients gradients_before in_flight let_go_at_reduction "
+        "let_go_in_backward loss optimizer_state parameters recomputed saved_activations "
+        "to_come_at_reduction to_come_in_backward",
         "mesh": "names sizes strides",
         "node": "args kind kwargs module name outputs phase target",
         "options": "by_rule operands outputs",

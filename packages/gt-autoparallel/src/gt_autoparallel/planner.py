@@ -246,8 +246,8 @@ class Planner:
         least = _LEAST_SHARE * time_limit_seconds
         ends = max(started + time_limit_seconds, time.perf_counter() + least)
 
-        def within(ends: float, *, counts_reductions: bool) -> _Found:
-            placement = self.problem(request, counts_reductions=counts_reductions)
+        def within(ends: float, *, all_moments: bool) -> _Found:
+            placement = self.problem(request, all_moments=all_moments)
             if request.recomputes and relative_gap > 0:
                 mixed = self._mixed(placement, relative_gap, ends, free.options, below_us)
                 if mixed is not None:
@@ -255,14 +255,15 @@ class Planner:
             left = max(ends - time.perf_counter(), least)
             return self._solved(placement, request, relative_gap, left, below_us, free.options)
 
-        # Twice the rows of memory are for those plans that would break them.
-        if relative_gap > 0 and sum(memory.at_reduction.values()) < memory.total:
+        # Several times the rows of memory are for those plans that would break them.
+        at_reduction = sum(memory.at_reduction.values())
+        if relative_gap > 0 and at_reduction < memory.total and not memory.let_go_in_backward:
             halfway = (time.perf_counter() + ends) / 2
             with suppress(OutOfTimeError):  # what is left may be enough for all rows
-                found = within(halfway, counts_reductions=False)
+                found = within(halfway, all_moments=False)
                 if self._memory(request, found).total <= budget:
                     return found
-        return within(ends, counts_reductions=True)
+        return within(ends, all_moments=True)
 
     def _memory(self, request: ResolvedRequest, found: _Found) -> MemoryBreakdown:
         return requested_memory(
@@ -361,12 +362,10 @@ class Planner:
             f"{sum(map(len, placement.choices))} options, {len(placement.problem.edges)} edges"
         )
 
-    def problem(
-        self, request: ResolvedRequest, *, counts_reductions: bool = True
-    ) -> PlacementProblem:
+    def problem(self, request: ResolvedRequest, *, all_moments: bool = True) -> PlacementProblem:
         """The optimization problem of a request.
 
-        Without ``counts_reductions`` a budget may be exceeded while gradients are reduced.
+        Without ``all_moments`` a budget may be exceeded in the turns of layers and at reductions.
         """
         found = placement_problem(
             self.graph,
@@ -380,7 +379,7 @@ class Planner:
             microbatches=request.microbatches,
             loss_bytes=request.loss_bytes,
             accumulates_gradients=request.accumulates_gradients,
-            counts_reductions=counts_reductions,
+            all_moments=all_moments,
             tables=self._tables,
             times=self._times,
             parts=self._parts,

@@ -16,7 +16,7 @@ GOLDEN = """\
 Placement on dp 2 x tp 2 (4 ranks)
   cost of a step      11.8 us (simulated)
   no plan costs less  11.8 us: a proven optimum (by hand)
-  memory of a rank    3.50 KiB, of a budget of 1.00 MiB
+  memory of a rank    3.25 KiB, of a budget of 1.00 MiB
   problem             19 nodes, 19 choices, 76 options
 
 Parameters
@@ -51,12 +51,12 @@ Time (simulated)
 Memory of each rank
   what               on each rank
   parameters                512 B
-  gradients                 512 B
+  gradients                 256 B
   optimizer state        1.00 KiB
   saved activations         512 B
   in flight              1.00 KiB
-  all                    3.50 KiB
-  Most is there where a layer's gradients are reduced; in the backward it is 2.62 KiB.
+  all                    3.25 KiB
+  Most is there where a layer's gradients are reduced; in the backward it is 2.38 KiB.
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 
 import pytest
@@ -15,6 +16,7 @@ from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.planner import Planner
 from gt_autoparallel.problem.alike_layers import crossing_nodes, members_by_layer
 from gt_autoparallel.problem.constraints import Constraints, ResolvedRequest, resolve_constraints
+from gt_autoparallel.problem.requested_memory import requested_memory
 from gt_autoparallel.solver import evaluate_mixture, solve_mixed
 
 FROM_LOADER = Constraints(inputs={"x": [S0]}, outputs={"output": [S0]})
@@ -55,7 +57,9 @@ def test_a_block_is_what_the_layers_in_between_have_for_themselves() -> None:
     windows = {placement.problem.windows[number].name for number in block.windows}
     assert windows == {"layers.1 forward", "layers.1 backward", "layers.1 optimizer"}
     rows = [placement.problem.memory[row].name for row in block.passing_bytes]
-    assert rows == ["layers.1 backward", "layers.1 backward, reduction"]
+    moments = ["backward", "backward, first layer", "backward, last layer"]
+    moments += [f"{moment}, reduction" for moment in moments]
+    assert rows == [f"layers.1 {moment}" for moment in moments]
     assert all(any(each.any() for each in passing) for passing in block.passing_bytes.values())
 
 
@@ -89,6 +93,38 @@ def test_a_plan_is_what_its_mixture_is(share: float) -> None:
     assert mixture.objective_us == pytest.approx(counted.objective_us, rel=1e-9)
     assert max(mixture.memory_bytes) == pytest.approx(counted.memory.total, rel=1e-9)
     assert evaluate_mixture(placement.problem, mixture.choices) == mixture
+
+
+def test_no_mixture_takes_more_than_its_rows_say() -> None:
+    counted = plan(0.6, 0.02)
+    placement = planner().problem(counted.request)
+    problem = placement.problem
+    (block,) = problem.blocks
+    # What layers do in the plan, and that they run nothing again.
+    known = [
+        placement.mixture_of(counted.options, counted.recomputed).choices,
+        placement.mixture_of(counted.options).choices,
+    ]
+    rng, sizes = random.Random(0), set()
+    for _ in range(40):
+        taken = list(known[0])
+        for thing in range(block.size):
+            of, origin = rng.choice(known), rng.randrange(block.size)
+            for variable in block.variables:
+                things = list(taken[variable])
+                things[thing] = of[variable][origin]
+                taken[variable] = tuple(things)
+        mixture = evaluate_mixture(problem, taken)
+        memory = requested_memory(
+            placement.graph,
+            placement.options_of_nodes(mixture),
+            MESH,
+            counted.request,
+            recomputed=placement.recomputed_nodes(mixture),
+        )
+        assert memory.total <= max(mixture.memory_bytes) + 1e-3
+        sizes.add(memory.total)
+    assert len(sizes) > 5
 
 
 @pytest.mark.parametrize("share", [pytest.param(0.85, marks=pytest.mark.slow), 0.6])

@@ -8,6 +8,7 @@
     step_walk      where the data of each rank is after each step of a redistribution
     memory_checks, in_flight
                    bytes, and those of weights and gradients on their way
+    layer_turns    at which moment of the backward most is there
     recomputation_checks
                    what runs again in the backward may, and what it takes
     parameter_ways what stands between parameters and their users, and before their gradients

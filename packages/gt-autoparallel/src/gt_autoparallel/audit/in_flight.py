@@ -34,21 +34,8 @@ def gathered_ahead(plan: PlacementPlan) -> Mapping[str, int]:
     return found
 
 
-def most_in_flight(
-    plan: PlacementPlan, ahead: Mapping[str, int], saved: Mapping[str, int]
-) -> tuple[int, int]:
-    """What is in flight when a layer's backward ends, and what that layer had saved.
-
-    Of the layer where most is there then; ``ahead`` and ``saved`` are those of layers.
-    """
-    of_layers = [
-        (size + ahead.get(layer, 0), saved.get(layer, 0))
-        for layer, size in _unreduced(plan).items()
-    ]
-    return max(of_layers, key=lambda each: (each[0] - each[1], each), default=(0, 0))
-
-
-def _unreduced(plan: PlacementPlan) -> Mapping[str, int]:
+def unreduced_gradients(plan: PlacementPlan) -> Mapping[str, int]:
+    """Bytes of each layer's gradients that are summed over ranks, as made and in their bucket."""
     if plan.request.microbatches is not None:
         return {}
     nodes = plan.graph.nodes

@@ -9,6 +9,7 @@ and what it makes is not saved (``recomputation_checks``).
 
 When a layer's gradients are reduced, they are there whole, as they were made and in their bucket,
 beside what is gathered ahead of the next layer, and what the layer saved is gone (``in_flight``).
+Which of it all is there when is in ``layer_turns``.
 
 Where a step runs the graph for several microbatches, each live one has what it saved, but of
 gathered parameters there is one for all, and gradients are the sums that are not reduced yet. Where
@@ -21,9 +22,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, replace
 
-from gt_autoparallel.audit.in_flight import gathered_ahead, most_in_flight
+from gt_autoparallel.audit.layer_turns import fullest_moments
 from gt_autoparallel.audit.parameter_ways import gathering_nodes, made_gradients
-from gt_autoparallel.audit.recomputation_checks import most_recomputed, scope
+from gt_autoparallel.audit.recomputation_checks import scope
 from gt_autoparallel.audit.shards import shard_bytes
 from gt_autoparallel.audit.viewed_storage import viewed_operand
 from gt_autoparallel.graph.placement_graph import Value
@@ -60,22 +61,23 @@ def recounted_memory(plan: PlacementPlan) -> MemoryBreakdown:
     )
     request = plan.request
     saved = _saved_bytes(plan)
-    ahead = gathered_ahead(plan)
-    recomputed, gathered = most_recomputed(plan, ahead)
-    in_flight, let_go = most_in_flight(plan, ahead, saved)
+    backward, reduction = fullest_moments(plan, saved, graphs_in_turn=_graphs_in_turn(plan))
     return MemoryBreakdown(
         parameters=parameters,
         gradients=_with_new_ones(plan, gradients),
         optimizer_state=round(parameters * plan.request.optimizer_state_copies),
         saved_activations=sum(saved.values()),
-        recomputed=recomputed // _graphs_in_turn(plan),
+        recomputed=backward.made,
         loss=request.loss_bytes,
         gradients_before=(
             gradients if request.accumulates_gradients or request.microbatches is not None else 0
         ),
-        gathered_ahead=gathered,
-        in_flight=in_flight,
-        let_go=let_go,
+        gathered_ahead=backward.ahead,
+        let_go_in_backward=backward.let_go,
+        to_come_in_backward=backward.to_come,
+        in_flight=reduction.made,
+        let_go_at_reduction=reduction.let_go,
+        to_come_at_reduction=reduction.to_come,
     )
 
 

@@ -36,11 +36,8 @@ def recomputation_problems(plan: PlacementPlan) -> Iterator[str]:
             yield f"node {nodes[index].name!r} runs again, though {reason}"
 
 
-def most_recomputed(plan: PlacementPlan, ahead: Mapping[str, int]) -> tuple[int, int]:
-    """What one layer makes again, of the layer where most is there, and what is gathered ahead.
-
-    ``ahead`` is what is gathered ahead of each layer.
-    """
+def recomputed_bytes_of_layers(plan: PlacementPlan) -> Mapping[str, int]:
+    """What each layer makes again."""
     of_scope: dict[str, int] = defaultdict(int)
     for index in plan.recomputed:
         node, option = plan.graph.nodes[index], plan.options[index]
@@ -60,8 +57,7 @@ def most_recomputed(plan: PlacementPlan, ahead: Mapping[str, int]) -> tuple[int,
         of_scope[scope(node)] += sum(
             shard_bytes(spec, layout, plan.mesh.sizes) for spec, layout in made
         )
-    both = [(made, ahead.get(layer, 0)) for layer, made in of_scope.items()]
-    return max(both, key=lambda each: (sum(each), each), default=(0, 0))
+    return of_scope
 
 
 def scope(node: PlacementNode) -> str:

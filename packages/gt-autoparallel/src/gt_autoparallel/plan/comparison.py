@@ -161,10 +161,16 @@ def _lines(comparison: PlanComparison) -> Iterator[str]:
         yield "every tensor is placed the same"
 
 
+_WHEN = {"in_backward": "in the backward", "at_reduction": "at a reduction"}
+"""From how names of fields end to words."""
+
+
 def _what(field: str) -> str:
-    """Of ``MemoryBreakdown``, in words; more of what is let go is less memory."""
-    if field == "let_go":
-        return "saved activations of a rank that are gone at a reduction"
+    """Of ``MemoryBreakdown``, in words; more of what is not there is less memory."""
+    if field.startswith("let_go_"):
+        return f"saved activations of a rank that are gone {_WHEN[field.removeprefix('let_go_')]}"
+    if field.startswith("to_come_"):
+        return f"gradients of a rank that are to come {_WHEN[field.removeprefix('to_come_')]}"
     return f"{field.replace('_', ' ')} of a rank"
 
 

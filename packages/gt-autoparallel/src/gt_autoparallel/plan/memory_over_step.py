@@ -2,8 +2,8 @@
 
 As a plan counts it (``prices.memory``): what a layer saves is there from its forward to the end of
 its backward, what it computes again and what is gathered ahead during its backward, what the loss
-takes between the two, and everything else all the time; gradients from the backward on, or from
-microbatches before. What is in flight when a layer's gradients are reduced is not drawn.
+takes between the two, and everything else all the time; a layer's gradients from its backward on,
+and those of microbatches before. What is in flight when they are reduced is not drawn.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gt_autoparallel.plan.placement_plan import PlacementPlan
-from gt_autoparallel.prices.memory import layer_memory
+from gt_autoparallel.prices.layer_memory import layer_memory
 
 _FORWARD, _BACKWARD = " forward", " backward"
 
@@ -50,11 +50,14 @@ def memory_over_step(plan: PlacementPlan) -> tuple[MemoryAt, ...]:
             found.append(_at(window.name, plan.memory.at_loss, saved))
     if plan.memory.loss:
         found.append(_at("loss", plan.memory.at_loss, saved, loss=plan.memory.loss))
+    to_come = sum(of_layers.gradients.values())
     for window in plan.windows:
         if window.name.endswith(_BACKWARD):
             layer = window.name.removesuffix(_BACKWARD)
+            to_come -= of_layers.gradients.get(layer, 0)
             again, ahead = (of.get(layer, 0) for of in (of_layers.again, of_layers.ahead))
-            moment = plan.memory.in_backward
+            gradients = plan.memory.gradients - to_come
+            moment = {**plan.memory.in_backward, "gradients": gradients}
             found.append(_at(window.name, moment, saved, recomputed=again, ahead=ahead))
             saved -= of_layers.saved.get(layer, 0)
     return tuple(found)

@@ -2,7 +2,7 @@
 
 ::
 
-    {"format": "gt-autoparallel plan", "version": 7, "sha256": "...", "content": {...}}
+    {"format": "gt-autoparallel plan", "version": 8, "sha256": "...", "content": {...}}
 
 The digest covers the canonical spelling of the content, so that white space may change and nothing
 else.
@@ -21,7 +21,7 @@ from gt_autoparallel.errors import PlanMismatchError
 from gt_autoparallel.graph.graph_encoding import canonical_json
 
 FORMAT = "gt-autoparallel plan"
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 """1 did not know the classes and modes of modules; 2 what of a redistribution hides, nor strides of
 meshes; 3 what is recomputed; 4 microbatches, nor gradients of inputs; 5 what the loss takes,
 gradients of microbatches before, nor rivals; 6 what is in flight, nor what is gathered ahead."""

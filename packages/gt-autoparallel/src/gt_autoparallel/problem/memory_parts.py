@@ -6,17 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from gt_autoparallel.graph.layer_names import window_scope
+from gt_autoparallel.graph.layer_names import layer_of_module, window_scope
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.parameter_chains import is_view_like
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, Value
-from gt_autoparallel.prices.memory import (
-    GradientCopies,
+from gt_autoparallel.prices.layer_memory import layers_in_order
+from gt_autoparallel.prices.memory import GradientCopies
+from gt_autoparallel.prices.node_memory import (
     gradient_bytes,
     option_bytes,
     recomputed_bytes,
@@ -47,8 +48,21 @@ class MemoryParts:
     rows_of_window: Mapping[str, tuple[int, ...]]
     """The rows of each kind of layers, by the name of its backward's window."""
 
+    given_back: tuple[FloatArray, ...]
+    """Of each variable [options]: what one node has saved, less its gradients: so many bytes more
+    are there before its layer's backward than after it."""
+
+
+Moments = Literal["everything", "usual", "all"]
+"""Which moments of the backward have rows. Everything: whatever is there at any of them, without
+what is in flight. Usual: with all that is saved, which with more gradients than that is not the
+fullest. All: also in the turns of layers, and at reductions."""
+
 
 Moment = Literal["backward", "reduction", "loss"]
+Counted = Literal["everything", "saved", "first", "last"]
+"""What counts at a moment of the backward: everything; all that is saved, and of gradients none but
+the layer's own; or what is there in the turn of a kind's first layer, or of its last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +74,8 @@ class _Row:
     window: str | None = None
     """Of a kind's backward; None if it is of no kind."""
 
+    counted: Counted = "everything"
+
 
 def _rows_of_window(rows: Sequence[_Row]) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
@@ -67,6 +83,42 @@ def _rows_of_window(rows: Sequence[_Row]) -> dict[str, tuple[int, ...]]:
         if row.window is not None:
             found[row.window] = (*found.get(row.window, ()), number)
     return found
+
+
+def _turns(places: Mapping[str, tuple[int, int]], window: str) -> tuple[Counted, ...]:
+    """The turns of a kind of layers that may be fuller than any moment with all that is saved.
+
+    That of the very last layer is not.
+    """
+    first, last = places[window]
+    is_last = last == max(end for _, end in places.values())
+    if first == last:
+        return () if is_last else ("first",)
+    return ("first",) if is_last else ("first", "last")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ClassBytes:
+    """[choices] Bytes of one node of a class."""
+
+    window: str
+    """Of the backward of its layers."""
+
+    size: int
+    """How many nodes there are."""
+
+    kept: FloatArray
+    """From the forward on."""
+
+    let_go: FloatArray
+    """Of that, what is gone when its layer's backward ends."""
+
+    again: FloatArray
+    ahead: FloatArray
+    unreduced: FloatArray
+    """Zeros where nothing counts at reductions."""
+
+    gradients: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,90 +138,141 @@ class MemoryBuilder:
     """Nodes that make parameters what they are computed with."""
 
     reduced: Mapping[Value, int]
-    """What becomes a gradient -> bytes of an element when it is reduced; empty if nothing counts
-    that is not reduced yet."""
+    """What becomes a gradient -> bytes of an element when it is reduced."""
+
+    moments: Moments
 
     def parts(self, choices: Sequence[Sequence[Choice]]) -> MemoryParts:
         """The rows of variables with these choices."""
-        rows = self._memory_rows(choices)
-        passing_bytes = self._passing_bytes(rows, choices)
+        of_classes = [self._class_bytes(number, each) for number, each in enumerate(choices)]
+        places = self._places()
+        rows = self._memory_rows(choices, of_classes, places)
+        passing_bytes = {
+            place: tuple(self._passing_bytes(row, each) for each in of_classes)
+            for place, row in enumerate(rows)
+            if row.window is not None
+        }
+        num_bytes = tuple(
+            tuple(
+                self._lasting_bytes(row, each, places)
+                + (passing_bytes[place][number] if place in passing_bytes else 0.0)
+                for place, row in enumerate(rows)
+            )
+            for number, each in enumerate(of_classes)
+        )
         return MemoryParts(
             rows=tuple(row.name for row in rows),
-            num_bytes=self._memory_bytes(rows, choices, passing_bytes),
+            num_bytes=num_bytes,
             passing_bytes=passing_bytes,
             rows_of_window=_rows_of_window(rows),
+            given_back=tuple(each.let_go - each.gradients for each in of_classes),
         )
 
-    def _memory_rows(self, choices: Sequence[Sequence[Choice]]) -> tuple[_Row, ...]:
-        """A row for the backward of each kind of layer that may make something again.
-
-        One if there is none; one for the reduction of each kind's gradients, and one for the loss.
-        """
-        making: dict[str, None] = {}
-        reducing: dict[str, None] = {}
-        for number, each in enumerate(choices):
-            name = backward_name(self.graph, self.clustering, number)
-            if makes_again(each).any():
-                making[name] = None
-            if self._unreduced_bytes(number, each).any():
-                reducing[name] = None
-        rows = [_Row(name=name, moment="backward", window=name) for name in making]
-        rows = rows or [_Row(name="memory", moment="backward")]
-        rows += [
-            _Row(name=f"{name}, reduction", moment="reduction", window=name) for name in reducing
+    def _memory_rows(
+        self,
+        choices: Sequence[Sequence[Choice]],
+        of_classes: Sequence[_ClassBytes],
+        places: Mapping[str, tuple[int, int]],
+    ) -> tuple[_Row, ...]:
+        """Rows for moments of the backward of each kind of layers, and one for the loss."""
+        kinds: dict[str, Counted] = dict.fromkeys(places, "saved")
+        if self.moments == "everything":
+            making = (
+                of_class.window
+                for each, of_class in zip(choices, of_classes, strict=True)
+                if makes_again(each).any()
+            )
+            kinds = dict.fromkeys(making, "everything")
+        rows = [
+            _Row(name=name, moment="backward", window=name, counted=counted)
+            for name, counted in kinds.items()
         ]
-        loss = [_Row(name=LOSS_ROW, moment="loss")] if self.has_loss else []
-        return (*rows, *loss)
-
-    def _memory_bytes(
-        self,
-        rows: Sequence[_Row],
-        choices: Sequence[Sequence[Choice]],
-        passing_bytes: Mapping[int, Sequence[FloatArray]],
-    ) -> tuple[tuple[FloatArray, ...], ...]:
-        """For each class and each row [choices]: what is there of the class at that moment."""
-        found = []
-        for number, each in enumerate(choices):
-            size = len(self.clustering.members[number])
-            kept = self._kept_bytes(number, each) * size
-            gradients = self._gradient_bytes(number, each)
-            copies = {"loss": self.gradients.at_loss}
-            of_rows = [
-                kept + gradients * copies.get(row.moment, self.gradients.in_backward)
+        if self.moments == "all":
+            reducing = {each.window for each in of_classes if each.unreduced.any()}
+            rows += [
+                replace(row, name=f"{row.name}, {counted} layer", counted=counted)
                 for row in rows
+                for counted in _turns(places, row.name)
             ]
-            for row, passing in passing_bytes.items():
-                of_rows[row] = of_rows[row] + passing[number]
-            found.append(tuple(of_rows))
-        return tuple(found)
+            rows += [
+                replace(row, name=f"{row.name}, reduction", moment="reduction")
+                for row in rows
+                if row.window in reducing
+            ]
+        loss = [_Row(name=LOSS_ROW, moment="loss")] if self.has_loss else []
+        return (*(rows or [_Row(name="memory", moment="backward")]), *loss)
 
-    def _passing_bytes(
-        self,
-        rows: Sequence[_Row],
-        choices: Sequence[Sequence[Choice]],
-    ) -> dict[int, tuple[FloatArray, ...]]:
-        """For each row of a kind, and each class, [choices] bytes that one node has only then.
+    def _places(self) -> dict[str, tuple[int, int]]:
+        """Each kind of layers, by its backward's window -> places of its first and last layer."""
+        place_of = {layer: place for place, layer in enumerate(layers_in_order(self.graph))}
+        found: dict[str, tuple[int, int]] = {}
+        for number, members in enumerate(self.clustering.members):
+            layers = [layer_of_module(self.graph.nodes[index].module) for index in members]
+            places = [place_of[layer] for layer in layers if layer is not None]
+            if places:
+                name = backward_name(self.graph, self.clustering, number)
+                first, last = found.get(name, (places[0], places[0]))
+                found[name] = (min(first, *places), max(last, *places))
+        return found
+
+    def _lasting_bytes(
+        self, row: _Row, of_class: _ClassBytes, places: Mapping[str, tuple[int, int]]
+    ) -> FloatArray:
+        """[choices] What all nodes of a class have at a moment, but for ``_passing_bytes``."""
+        kept, let_go, size = of_class.kept, of_class.let_go, of_class.size
+        gradients = of_class.gradients * size
+        if row.moment == "loss":
+            return kept * size + gradients * self.gradients.at_loss
+        before = gradients * self.gradients.at_loss
+        new = gradients * (self.gradients.in_backward - self.gradients.at_loss)
+        everything: FloatArray = kept * size + before + new
+        if row.counted == "everything" or of_class.window not in places:
+            return everything
+        assert row.window is not None, "it is of a kind of layers"
+        is_gone, is_to_come = row.counted != "saved", True
+        if of_class.window == row.window:
+            is_gone, is_to_come = row.counted == "first", row.counted != "first"
+        elif row.counted != "saved":
+            (first, last), (from_, to) = places[row.window], places[of_class.window]
+            is_gone, is_to_come = from_ > last, to < first
+        lasting = everything
+        if is_gone:
+            lasting = lasting - let_go * size
+        if is_to_come:
+            lasting = lasting - new
+        return lasting
+
+    def _passing_bytes(self, row: _Row, of_class: _ClassBytes) -> FloatArray:
+        """[choices] What one node has at the moment of a row only while its layer is at work.
 
         Where gradients are reduced these are in flight, and what the layer has saved is gone.
         """
-        found: dict[int, tuple[FloatArray, ...]] = {}
-        for place, row in enumerate(rows):
-            if row.window is None:
-                continue
-            of_classes = []
-            for number, each in enumerate(choices):
-                here = backward_name(self.graph, self.clustering, number) == row.window
-                if not here:
-                    passing = np.zeros(len(each))
-                elif row.moment == "backward":
-                    passing = self._again_bytes(number, each) + self._ahead_bytes(number, each)
-                else:
-                    passing = self._unreduced_bytes(number, each) + self._ahead_bytes(number, each)
-                    if self._is_let_go(number):
-                        passing -= self._kept_bytes(number, each)
-                of_classes.append(passing)
-            found[place] = tuple(of_classes)
-        return found
+        if of_class.window != row.window:
+            return np.zeros(len(of_class.kept))
+        if row.moment == "backward":
+            passing = of_class.again + of_class.ahead
+        else:
+            passing = of_class.unreduced + of_class.ahead - of_class.let_go
+        if row.counted == "first":
+            return passing + of_class.let_go
+        return passing if row.counted == "everything" else passing + of_class.gradients
+
+    def _class_bytes(self, number: int, choices: Sequence[Choice]) -> _ClassBytes:
+        kept = self._kept_bytes(number, choices)
+        return _ClassBytes(
+            window=backward_name(self.graph, self.clustering, number),
+            size=len(self.clustering.members[number]),
+            kept=kept,
+            let_go=kept if self._is_let_go(number) else np.zeros(len(kept)),
+            again=self._again_bytes(number, choices),
+            ahead=self._ahead_bytes(number, choices),
+            unreduced=(
+                self._unreduced_bytes(number, choices)
+                if self.moments == "all"
+                else np.zeros(len(kept))
+            ),
+            gradients=self._gradient_bytes(number, choices),
+        )
 
     def _is_let_go(self, number: int) -> bool:
         """Whether what nodes of a class keep is gone when their layers' backward ends.
@@ -239,10 +342,10 @@ class MemoryBuilder:
         return np.array(single, dtype=np.float64)
 
     def _gradient_bytes(self, number: int, choices: Sequence[Choice]) -> FloatArray:
-        """[choices] Bytes of parameters' gradients that all nodes of a class make."""
+        """[choices] Bytes of parameters' gradients that one node of a class makes."""
         node, accumulated = first_node(self.graph, self.clustering, number), self.saved.accumulated
         single = [
             gradient_bytes(self.graph, node, choice.option, self.mesh, accumulated=accumulated)
             for choice in choices
         ]
-        return np.array(single, dtype=np.float64) * len(self.clustering.members[number])
+        return np.array(single, dtype=np.float64)

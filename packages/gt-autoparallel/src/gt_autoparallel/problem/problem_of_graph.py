@@ -37,19 +37,20 @@ from gt_autoparallel.graph.parameter_chains import (
 )
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, Value
 from gt_autoparallel.prices.costs import StepPrices
-from gt_autoparallel.prices.memory import gradient_copies, needed_storages
+from gt_autoparallel.prices.memory import gradient_copies
 from gt_autoparallel.prices.microbatches import (
     Microbatches,
     accumulated_gradients,
     gathered_parameters,
 )
+from gt_autoparallel.prices.needed_storages import needed_storages
 from gt_autoparallel.prices.recomputability import experts_of
 from gt_autoparallel.prices.saved_storages import SavedStorages, Status, saved_storages
 from gt_autoparallel.problem.alike_layers import crossing_nodes, layer_blocks, members_by_layer
 from gt_autoparallel.problem.choices import Choice
 from gt_autoparallel.problem.clustering import Clustering, cluster_layers
 from gt_autoparallel.problem.constraints import LayoutConstraint
-from gt_autoparallel.problem.memory_parts import LOSS_ROW, MemoryBuilder
+from gt_autoparallel.problem.memory_parts import LOSS_ROW, MemoryBuilder, Moments
 from gt_autoparallel.problem.problem_parts import (
     OptionsOf,
     PartsBuilder,
@@ -76,6 +77,9 @@ class PlacementProblem:
     choices: tuple[tuple[Choice, ...], ...]
     """What each option of each variable means."""
 
+    given_back: tuple[FloatArray, ...]
+    """As ``MemoryParts.given_back``."""
+
     def options_of_nodes(self, solution: Sequence[int] | Mixture) -> tuple[NodeOption, ...]:
         """The option of each node under a choice for each variable, or a mixture."""
         return tuple(choice.option for choice in self._choices_of_nodes(solution))
@@ -101,13 +105,33 @@ class PlacementProblem:
 
     def _choices_of_nodes(self, solution: Sequence[int] | Mixture) -> list[Choice]:
         found: dict[int, Choice] = {}
-        taken = solution.choices if isinstance(solution, Mixture) else [(c,) for c in solution]
+        if isinstance(solution, Mixture):
+            taken = self._in_turn(solution)
+        else:
+            taken = [(choice,) for choice in solution]
         members_of = members_by_layer(self.graph, self.clustering)
         for choices, members, things in zip(self.choices, members_of, taken, strict=True):
             of_members = things * len(members) if len(things) == 1 else things
             for node, choice in zip(members, of_members, strict=True):
                 found[node] = choices[choice]
         return [found[node] for node in range(len(found))]
+
+    def _in_turn(self, mixture: Mixture) -> list[tuple[int, ...]]:
+        """The choices of things as layers take them: who gives back least stands first.
+
+        What of alike layers takes which choices changes no cost. In this order no moment in the
+        middle is fuller than the first and the last one, which have rows: what is given back rises,
+        so that the sum of it, as far as one has come, is largest at one of its ends.
+        """
+        taken = list(mixture.choices)
+        for block in self.problem.blocks:
+            given_back = sum(
+                self.given_back[variable][list(taken[variable])] for variable in block.variables
+            )
+            order = np.argsort(given_back, kind="stable").tolist()
+            for variable in block.variables:
+                taken[variable] = tuple(taken[variable][thing] for thing in order)
+        return taken
 
     def solution_of(
         self, options: Sequence[NodeOption], recomputed: Collection[int] = ()
@@ -191,7 +215,7 @@ def placement_problem(
     microbatches: Microbatches | None = None,
     loss_bytes: int = 0,
     accumulates_gradients: bool = False,
-    counts_reductions: bool = True,
+    all_moments: bool = True,
     tables: RedistributionTables | None = None,
     times: dict[int, FloatArray] | None = None,
     parts: dict[PartsKey, ProblemParts] | None = None,
@@ -200,8 +224,8 @@ def placement_problem(
 
     ``recomputes`` says whether nodes of the forward may run again, which saves nothing but memory;
     ``microbatches`` how a step runs the graph, if it does so several times; ``loss_bytes`` and
-    ``accumulates_gradients`` are as in ``ResolvedRequest``. ``counts_reductions`` says whether a
-    budget has a row for what is there when the gradients of a layer are reduced.
+    ``accumulates_gradients`` are as in ``ResolvedRequest``. ``all_moments`` says whether a
+    budget has rows for every moment of the backward that may be the fullest (``memory_parts``).
 
     ``options_of`` gives alike nodes the same options. Options that break a constraint are
     forbidden, and a node with constraints shares its choice only with alike nodes that have the
@@ -213,9 +237,11 @@ def placement_problem(
         demand = (each.side, each.position, each.placements)
         of_node[each.node] = (*of_node.get(each.node, ()), demand)
     # Sums over microbatches are reduced when nothing else runs.
-    has_reductions = memory_budget_bytes is not None and microbatches is None and counts_reductions
+    moments: Moments = "all" if all_moments else "usual"
+    if memory_budget_bytes is None or microbatches is not None:
+        moments = "everything"
     saved = saved_storages(
-        graph, recomputes=recomputes, microbatches=microbatches, by_layer=has_reductions
+        graph, recomputes=recomputes, microbatches=microbatches, by_layer=moments == "all"
     )
     unshards, reduces = parameter_chains(graph), gradient_chains(graph)
     reduced = accumulated_gradients(graph) if microbatches is None else {}
@@ -237,7 +263,7 @@ def placement_problem(
     }
     clustering = cluster_layers(graph, distinguished=described)
     known = {} if parts is None else parts
-    key = (clustering, recomputes, has_reductions)
+    key = (clustering, recomputes, moments)
     if key not in known:
         known[key] = problem_parts(
             PartsBuilder(
@@ -264,7 +290,8 @@ def placement_problem(
                 ),
                 has_loss=loss_bytes > 0,
                 gathered=gathered_parameters(graph),
-                reduced=reduced if has_reductions else {},
+                reduced=reduced,
+                moments=moments,
             ),
             options_of,
         )
@@ -311,7 +338,12 @@ def placement_problem(
         blocks=blocks if recomputes else (),
     )
     return PlacementProblem(
-        problem=problem, graph=graph, clustering=clustering, saved=saved, choices=found.choices
+        problem=problem,
+        graph=graph,
+        clustering=clustering,
+        saved=saved,
+        choices=found.choices,
+        given_back=found.memory.given_back,
     )
 
 

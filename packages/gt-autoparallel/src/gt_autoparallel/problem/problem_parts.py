@@ -21,7 +21,7 @@ from gt_autoparallel.prices.costs import StepPrices
 from gt_autoparallel.prices.saved_storages import SavedStorages, Status
 from gt_autoparallel.problem.choices import Choice, backward_name, first_node, runs_again
 from gt_autoparallel.problem.clustering import Clustering
-from gt_autoparallel.problem.memory_parts import MemoryBuilder, MemoryParts
+from gt_autoparallel.problem.memory_parts import MemoryBuilder, MemoryParts, Moments
 from gt_autoparallel.problem.redistribution_tables import (
     RedistributionTable,
     RedistributionTables,
@@ -45,8 +45,8 @@ class ProblemParts:
     edges: tuple[Edge, ...]
 
 
-PartsKey = tuple[Clustering, bool, bool]
-"""A clustering, whether nodes may run again, and whether bytes count at reductions."""
+PartsKey = tuple[Clustering, bool, Moments]
+"""A clustering, whether nodes may run again, and at which moments bytes count."""
 
 
 def problem_parts(
