@@ -275,7 +275,9 @@ class Exhaustive:
         # Views hand on what is needed of them; several outputs of one view are one storage.
         self._add_views(zero, needed, saved)
         before = sum(gradients.values(), zero) if self._accumulates else zero
-        layers = sorted({node.module for node in graph.nodes if node.module})
+        # A layer's turn is where it makes gradients.
+        backward = [node.module for node in graph.nodes if node.kind == "gradient" and node.module]
+        layers = [*reversed(backward)]
         moments = [sum(saved.values(), before + self._loss_bytes)]
         for place, layer in enumerate(layers):
             own = ahead.get(layer, zero) + made.get(layer, zero)

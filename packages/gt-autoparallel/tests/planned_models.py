@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -56,17 +56,29 @@ class NormedBlock(nn.Module):
 
 
 class Stack(nn.Module):
-    """Normed blocks, called ``layers.0`` and so on."""
+    """Normed blocks, called ``layers.0`` and so on.
+
+    Args:
+        num_layers: of them.
+        width: of each.
+        norm: makes a norm of that width.
+        runs: the numbers of the layers that run, in order; by default each once, as they stand.
+    """
 
     def __init__(
-        self, num_layers: int, width: int, norm: Callable[[int], nn.Module] = nn.RMSNorm
+        self,
+        num_layers: int,
+        width: int,
+        norm: Callable[[int], nn.Module] = nn.RMSNorm,
+        runs: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList([NormedBlock(width, norm) for _ in range(num_layers)])
+        self._runs = tuple(range(num_layers) if runs is None else runs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
+        for number in self._runs:
+            x = self.layers[number](x)
         return x
 
 

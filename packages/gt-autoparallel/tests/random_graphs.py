@@ -89,26 +89,36 @@ def _mapped(args: Any, seen_as: dict[Value, Value]) -> Any:
     return args
 
 
-def random_graph(rng: random.Random, *, num_operators: int, num_layers: int) -> PlacementGraph:
-    """A graph of that many forward operators in each of that many layers (0: no layers)."""
+def random_graph(
+    rng: random.Random,
+    *,
+    num_operators: int,
+    num_layers: int,
+    runs: Sequence[int] | None = None,
+) -> PlacementGraph:
+    """A graph of that many forward operators in each of that many layers (0: no layers).
+
+    ``runs`` is the order in which layers run, if it is not that of their names.
+    """
     writer = GraphWriter()
     square = spec(_SIZE, _SIZE)
+
+    def weight_of(name: str, module: str) -> Value:
+        return writer.add("parameter", name, outputs=[square], name=name, module=module)
+
+    weights = {}
     if not num_layers:
-        shared = writer.add("parameter", "w", outputs=[square], name="w")
+        weights[""] = weight_of("w", "")
+    for module in (f"layers.{layer}" for layer in range(num_layers)):
+        weights[module] = weight_of(f"{module}.w", module)
     x = writer.add("input", "x", outputs=[square], name="x")
     plan = [rng.choice(("relu", "add", "same", "mm", "tied", "t", "split", "split", "mul"))
             for _ in range(num_operators)]  # fmt: skip
     tangent_wanted = rng.random() < 0.8
     saved: list[tuple[str, Value, Value]] = []
-    for layer in range(max(num_layers, 1)):
-        module = f"layers.{layer}" if num_layers else ""
-        if num_layers:
-            name = f"{module}.w"
-            weight = writer.add("parameter", name, outputs=[square], name=name, module=module)
-        else:
-            weight = shared
-        x = _forward(writer, plan, x, weight, module)
-        saved.append((module, x, weight))
+    for module in [f"layers.{layer}" for layer in runs or range(num_layers)] or [""]:
+        x = _forward(writer, plan, x, weights[module], module)
+        saved.append((module, x, weights[module]))
     writer.add("output", "output", x, name="output")
     if tangent_wanted:
         gradient = writer.add("tangent", "output/tangent", outputs=[square],

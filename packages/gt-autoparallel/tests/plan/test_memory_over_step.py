@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import torch
 from plan_doubles import FSDP, S0, TENSOR_PARALLEL, plan_by_hand
-from planned_models import MESH, example, model, plan
+from planned_models import MESH, Stack, example, model, plan
 
 from gt_autoparallel.find import PlacementRequest, find_placement
 from gt_autoparallel.plan.memory_over_step import memory_over_step
@@ -27,6 +28,17 @@ def test_saved_values_grow_to_what_the_plan_counts_and_are_all_given_back() -> N
     assert saved[len(forward) :] == sorted(saved[len(forward) :], reverse=True)
     assert saved[-1] < peak
     assert max(each.total for each in moments) <= found.memory.total
+
+
+def test_layers_stand_as_they_run_whatever_they_are_called() -> None:
+    with torch.device("meta"):
+        arguments = (torch.empty(256, 128),)
+        found = find_placement(Stack(3, 128, runs=(2, 0, 1)), MESH, arguments, PlacementRequest())
+    windows = [each.window for each in memory_over_step(found)]
+    assert [window for window in windows if window.startswith("layers")] == [
+        *("layers.2 forward", "layers.0 forward", "layers.1 forward"),
+        *("layers.1 backward", "layers.0 backward", "layers.2 backward"),
+    ]
 
 
 def test_the_loss_is_a_moment_between_forward_and_backward_without_gradients() -> None:

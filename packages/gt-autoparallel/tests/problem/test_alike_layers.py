@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from plan_doubles import S0
+from plan_doubles import S0, R
 from planned_models import MESH, Stack
 
 from gt_autoparallel.audit import audit_plan
 from gt_autoparallel.find import planner_of_model
+from gt_autoparallel.graph.parameter_chains import is_view_like
 from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.planner import Planner
-from gt_autoparallel.problem.alike_layers import crossing_nodes, members_by_layer
+from gt_autoparallel.prices.memory import MemoryBreakdown
+from gt_autoparallel.prices.recomputability import recomputable_nodes
+from gt_autoparallel.problem.alike_layers import crossing_nodes
 from gt_autoparallel.problem.constraints import Constraints, ResolvedRequest, resolve_constraints
+from gt_autoparallel.problem.problem_of_graph import PlacementProblem
 from gt_autoparallel.problem.requested_memory import requested_memory
-from gt_autoparallel.solver import evaluate_mixture, solve_mixed
+from gt_autoparallel.solver import Mixture, evaluate, evaluate_mixture, solve_mixed
+from gt_autoparallel.solver.problem import Problem
 
 FROM_LOADER = Constraints(inputs={"x": [S0]}, outputs={"output": [S0]})
 
@@ -68,7 +77,7 @@ def test_members_of_the_backward_stand_in_the_order_of_their_layers() -> None:
     placement = planner().problem(request(0.6))
     (block,) = placement.problem.blocks
     for number in block.variables:
-        members = members_by_layer(graph, placement.clustering)[number]
+        members = placement.clustering.members[number]
         layers = [graph.nodes[index].module.split(".")[1] for index in members]
         assert layers == ["1", "2", "3", "4", "5", "6"], graph.nodes[members[0]].name
 
@@ -95,36 +104,119 @@ def test_a_plan_is_what_its_mixture_is(share: float) -> None:
     assert evaluate_mixture(placement.problem, mixture.choices) == mixture
 
 
+def random_mixtures(
+    problem: Problem, known: Sequence[Sequence[tuple[int, ...]]]
+) -> Iterator[Mixture]:
+    """Of what layers do in some mixtures; what they have in common is that of the last one."""
+    rng = random.Random(0)
+    for _ in range(40):
+        taken = list(known[-1])
+        for block in problem.blocks:
+            for thing in range(block.size):
+                of, origin = rng.choice(known), rng.randrange(block.size)
+                for variable in block.variables:
+                    things = list(taken[variable])
+                    things[thing] = of[variable][origin]
+                    taken[variable] = tuple(things)
+        mixture = evaluate_mixture(problem, taken)
+        assert mixture.objective_us < math.inf
+        yield mixture
+
+
+def account_of(
+    placement: PlacementProblem, mixture: Mixture, request: ResolvedRequest
+) -> MemoryBreakdown:
+    return requested_memory(
+        placement.graph,
+        placement.options_of_nodes(mixture),
+        MESH,
+        request,
+        recomputed=placement.recomputed_nodes(mixture),
+    )
+
+
 def test_no_mixture_takes_more_than_its_rows_say() -> None:
     counted = plan(0.6, 0.02)
     placement = planner().problem(counted.request)
-    problem = placement.problem
-    (block,) = problem.blocks
     # What layers do in the plan, and that they run nothing again.
     known = [
-        placement.mixture_of(counted.options, counted.recomputed).choices,
         placement.mixture_of(counted.options).choices,
+        placement.mixture_of(counted.options, counted.recomputed).choices,
     ]
-    rng, sizes = random.Random(0), set()
-    for _ in range(40):
-        taken = list(known[0])
-        for thing in range(block.size):
-            of, origin = rng.choice(known), rng.randrange(block.size)
-            for variable in block.variables:
-                things = list(taken[variable])
-                things[thing] = of[variable][origin]
-                taken[variable] = tuple(things)
-        mixture = evaluate_mixture(problem, taken)
-        memory = requested_memory(
-            placement.graph,
-            placement.options_of_nodes(mixture),
-            MESH,
-            counted.request,
-            recomputed=placement.recomputed_nodes(mixture),
-        )
+    sizes = set()
+    for mixture in random_mixtures(placement.problem, known):
+        memory = account_of(placement, mixture, counted.request)
         assert memory.total <= max(mixture.memory_bytes) + 1e-3
         sizes.add(memory.total)
     assert len(sizes) > 5
+
+
+def test_layers_that_give_back_least_stand_first_and_in_another_order_rows_say_too_little() -> None:
+    """Of a stack whose gradients are as large as what it saves, in part less, in part more."""
+    with torch.device("meta"):
+        whole = planner_of_model(Stack(8, 256), MESH, (torch.empty(512, 256),))
+    replicated = replace(FROM_LOADER, parameters={"*": [R]})
+    free = whole.find(constraints=replicated)
+    request = ResolvedRequest(
+        constraints=resolve_constraints(replicated, whole.graph, MESH), memory_budget_bytes=2**40
+    )
+    placement = whole.problem(request)
+    graph = whole.graph
+    everything = [
+        node
+        for node in sorted(recomputable_nodes(graph))
+        if not is_view_like(graph.nodes[node])
+        or free.layout(graph.nodes[node].operands[0]) != free.options[node].operands[0]
+    ]
+    known = [
+        placement.mixture_of(free.options).choices,
+        placement.mixture_of(free.options, everything).choices,
+    ]
+    in_turn = reversed_exceed = 0
+    most_first = replace(placement, given_back=tuple(-each for each in placement.given_back))
+    for mixture in random_mixtures(placement.problem, known):
+        by_rows = max(mixture.memory_bytes) + 1e-3
+        memory = account_of(placement, mixture, request)
+        assert memory.total <= by_rows
+        in_turn += memory.let_go_in_backward > 0
+        reversed_exceed += account_of(most_first, mixture, request).total > by_rows
+    assert in_turn > 5
+    assert reversed_exceed > 20
+
+
+@pytest.mark.parametrize("runs", [(7, 6, 5, 4, 3, 2, 1, 0), (3, 0, 6, 1, 7, 2, 5, 4)])
+def test_what_layers_are_called_changes_nothing(runs: tuple[int, ...]) -> None:
+    with torch.device("meta"):
+        shuffled = planner_of_model(Stack(8, 256, runs=runs), MESH, (torch.empty(4096, 256),))
+    found = shuffled.find(
+        constraints=FROM_LOADER, memory_budget_bytes=budget(0.6), relative_gap=0.02
+    )
+    straight = plan(0.6, 0.02)
+    assert found.memory == straight.memory
+    assert found.objective_us == pytest.approx(straight.objective_us, rel=1e-9)
+    assert audit_plan(found).relative_error < 1e-9
+    again, wanted = (
+        Counter(int(each.graph.nodes[node].module.split(".")[1]) for node in each.recomputed)
+        for each in (found, straight)
+    )
+    assert again == {runs[layer]: count for layer, count in wanted.items()}
+
+
+def test_of_layers_that_run_twice_everything_counts_at_any_moment() -> None:
+    with torch.device("meta"):
+        looped = planner_of_model(Stack(2, 256, runs=(0, 1, 0, 1)), MESH, (torch.empty(2048, 256),))
+    free = looped.find(constraints=FROM_LOADER)
+    allowed = round(0.8 * free.memory.total)
+    found = looped.find(constraints=FROM_LOADER, memory_budget_bytes=allowed)
+    assert found.recomputed
+    assert (found.memory.let_go_in_backward, found.memory.to_come_in_backward) == (0, 0)
+    assert found.memory.to_come_at_reduction == 0
+    assert found.memory.in_flight > 0
+    assert audit_plan(found).relative_error < 1e-9
+    placement = looped.problem(found.request)
+    choices = placement.solution_of(found.options, found.recomputed)
+    by_rows = evaluate(placement.problem, choices).memory_bytes
+    assert max(by_rows) == pytest.approx(found.memory.total, rel=1e-9)
 
 
 @pytest.mark.parametrize("share", [pytest.param(0.85, marks=pytest.mark.slow), 0.6])

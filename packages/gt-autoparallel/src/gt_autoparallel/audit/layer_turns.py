@@ -1,21 +1,33 @@
 """At which moment of the backward most is there, found by letting layers take their turns.
 
-The backward runs from the last layer to the first. A layer that has had its turn has let go of what
-it saved, and has gradients; one that has not has what it saved and no gradients. What is outside of
-layers is taken to be there all the time. Since nothing else of activations counts, each layer is
-also looked at as if none had had its turn yet: all is saved, and it alone has gradients.
+A layer works from the first to the last of its operators in the backward, but for those that bring
+gradients home. Layers take turns if no two of them work at the same time, there as in the forward,
+and who worked last in the forward has the first turn. Then a layer that has had its turn has let go
+of what it saved and has its gradients; one that has not has what it saved, and no gradients but
+those of parameters that others read, too. What is outside of layers is taken to be there all the
+time. Since nothing else of activations counts, each layer is also looked at as if none had had its
+turn yet: all is saved, and it alone has gradients.
 
-Where a step runs the graph for several microbatches, everything is there at any moment.
+Where layers take no turns, or a step runs the graph for several microbatches, everything is there
+at any moment.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from gt_autoparallel.audit.in_flight import gathered_ahead, unreduced_gradients
+from gt_autoparallel.audit.parameter_ways import (
+    after_parameters,
+    before_gradients,
+    gathering_nodes,
+)
 from gt_autoparallel.audit.recomputation_checks import recomputed_bytes_of_layers, scope
 from gt_autoparallel.audit.shards import shard_bytes
+from gt_autoparallel.graph.placement_graph import NodePhase, PlacementNode
 from gt_autoparallel.plan.placement_plan import PlacementPlan
 
 
@@ -40,7 +52,9 @@ def fullest_moments(
         unreduced_gradients(plan),
     )
     computing, reducing = [], []
-    for layer, let_go, to_come in _turns(plan, saved) or [(each, 0, 0) for each in again]:
+    turns = [*_turns(plan, saved)]
+    others = {*again, *whole} - {layer for layer, _, _ in turns}
+    for layer, let_go, to_come in (*turns, *((other, 0, 0) for other in sorted(others))):
         computing.append(
             FullestMoment(
                 made=again.get(layer, 0) // graphs_in_turn,
@@ -57,32 +71,66 @@ def fullest_moments(
     return most, _most(reducing) or FullestMoment(let_go=most.let_go, to_come=most.to_come)
 
 
-def _turns(plan: PlacementPlan, saved: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """Layers with what has been let go of in their turn, and what gradients are to come."""
-    if plan.request.microbatches is not None:
-        return []
-    gradients: dict[str, int] = dict.fromkeys(_layers(plan), 0)
-    for node in plan.graph.of_kind("gradient"):
-        if scope(node) in gradients:
-            layout = plan.options[node.index].operands[0]
-            spec = plan.graph.spec(node.operands[0])
-            gradients[scope(node)] += shard_bytes(spec, layout, plan.mesh.sizes)
-    found: list[tuple[str, int, int]] = []
-    to_come, let_go = sum(gradients.values()), 0
-    for layer in reversed(gradients):
-        found.append((layer, 0, sum(gradients.values()) - gradients[layer]))
-        to_come -= gradients[layer]
-        found.append((layer, let_go, to_come))
-        let_go += saved.get(layer, 0)
+def work_of_layers(
+    nodes: Sequence[PlacementNode], phase: NodePhase
+) -> Mapping[str, tuple[int, int]]:
+    """Layers -> the first and the last node that computes for them in a phase."""
+    aside = after_parameters(nodes) | before_gradients(nodes)
+    found: dict[str, tuple[int, int]] = {}
+    for node in nodes:
+        computes = node.phase == phase and node.kind in ("operator", "experts")
+        in_layer = any(part.isdigit() for part in node.module.split("."))
+        if computes and in_layer and node.index not in aside:
+            first, _ = found.get(scope(node), (node.index, node.index))
+            found[scope(node)] = (first, node.index)
     return found
 
 
-def _layers(plan: PlacementPlan) -> Iterator[str]:
-    """In the order in which they first compute; last those that never do."""
-    sources = ("parameter", "buffer", "input")
-    for node in sorted(plan.graph.nodes, key=lambda node: node.kind in sources):
-        if any(part.isdigit() for part in node.module.split(".")):
-            yield scope(node)
+def _turns(plan: PlacementPlan, saved: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
+    """Layers with what has been let go of in their turn, and what gradients are to come."""
+    layers = backward_turns(plan.graph.nodes) if plan.request.microbatches is None else []
+    gradients = dict.fromkeys(layers, 0)
+    read_elsewhere = parameters_read_elsewhere(plan.graph.nodes)
+    for node in plan.graph.of_kind("gradient"):
+        if scope(node) in gradients and node.target not in read_elsewhere:
+            layout = plan.options[node.index].operands[0]
+            spec = plan.graph.spec(node.operands[0])
+            gradients[scope(node)] += shard_bytes(spec, layout, plan.mesh.sizes)
+    to_come, let_go = sum(gradients.values()), 0
+    for layer in gradients:
+        yield layer, 0, sum(gradients.values()) - gradients[layer]
+        to_come -= gradients[layer]
+        yield layer, let_go, to_come
+        let_go += saved.get(layer, 0)
+
+
+def backward_turns(nodes: Sequence[PlacementNode]) -> list[str]:
+    """Layers in the order in which the backward takes them; none if they take no turns."""
+    before, after = work_of_layers(nodes, "forward"), work_of_layers(nodes, "backward")
+    layers = sorted(before.keys() & after.keys(), key=lambda layer: after[layer])
+    for early, late in pairwise(layers):
+        if after[early][1] > after[late][0] or before[late][1] > before[early][0]:
+            return []
+    return layers
+
+
+def parameters_read_elsewhere(nodes: Sequence[PlacementNode]) -> set[object]:
+    """Names of parameters that any but their own layer computes with."""
+    carriers = after_parameters(nodes) | gathering_nodes(nodes)
+    found: set[object] = set()
+    readers: dict[int, list[PlacementNode]] = defaultdict(list)
+    for node in nodes:
+        for value in node.operands:
+            readers[value.node].append(node)
+    for parameter in (node for node in nodes if node.kind == "parameter"):
+        stack = [parameter.index]
+        while stack:
+            for reader in readers[stack.pop()]:
+                if reader.index in carriers:
+                    stack.append(reader.index)
+                elif scope(reader) != scope(parameter):
+                    found.add(parameter.target)
+    return found
 
 
 def _most(moments: Sequence[FullestMoment]) -> FullestMoment | None:

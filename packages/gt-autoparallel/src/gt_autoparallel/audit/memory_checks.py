@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, replace
 
-from gt_autoparallel.audit.layer_turns import fullest_moments
+from gt_autoparallel.audit.layer_turns import fullest_moments, work_of_layers
 from gt_autoparallel.audit.parameter_ways import gathering_nodes, made_gradients
 from gt_autoparallel.audit.recomputation_checks import scope
 from gt_autoparallel.audit.shards import shard_bytes
@@ -94,8 +94,10 @@ def _graphs_in_turn(plan: PlacementPlan) -> int:
 
 
 def _saved_bytes(plan: PlacementPlan) -> Mapping[str, int]:
-    """What each layer, or module at the top, has saved."""
+    """What each layer has saved until its turn; under no name what is read even later."""
     nodes, runs_again = plan.graph.nodes, frozenset(plan.recomputed)
+    turn_of = work_of_layers(nodes, "backward")
+    read_last: dict[object, int] = {}
     thinned = {nodes[index].target for index in runs_again if nodes[index].phase == "backward"}
     bytes_of_storage: dict[object, int] = {}
     for node in nodes:
@@ -103,7 +105,10 @@ def _saved_bytes(plan: PlacementPlan) -> Mapping[str, int]:
             continue
         for value in node.operands:
             if nodes[value.node].phase == "forward":
-                bytes_of_storage.update(_storage(plan, value, runs_again))
+                read = _storage(plan, value, runs_again)
+                bytes_of_storage.update(read)
+                if node.phase == "backward":
+                    read_last.update(dict.fromkeys(read, node.index))
     microbatches = plan.request.microbatches
     once = set() if microbatches is None else gathering_nodes(nodes)
     live = 1 if microbatches is None else microbatches.num_live
@@ -115,7 +120,9 @@ def _saved_bytes(plan: PlacementPlan) -> Mapping[str, int]:
             found[scope(node)] += live * kept(node, operands, option, plan.mesh)
     for storage, num_bytes in bytes_of_storage.items():
         maker = _node_of(storage)
-        found[scope(nodes[maker])] += num_bytes * (1 if maker in once else live)
+        _, end = turn_of.get(scope(nodes[maker]), (0, len(nodes)))
+        until = scope(nodes[maker]) if read_last.get(storage, 0) <= end else ""
+        found[until] += num_bytes * (1 if maker in once else live)
     return found
 
 

@@ -6,7 +6,7 @@ The audit's own opinion: ``graph/parameter_chains.py`` is checked by it, and not
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ from gt_autoparallel._torch_internals import OpOverload, operator_path
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, Value
 
 
-def after_parameters(nodes: tuple[PlacementNode, ...]) -> set[int]:
+def after_parameters(nodes: Sequence[PlacementNode]) -> set[int]:
     """Parameters, and casts of them: what leaves these is a parameter on its way to its users."""
     found: set[int] = set()
     for node in nodes:
@@ -25,14 +25,14 @@ def after_parameters(nodes: tuple[PlacementNode, ...]) -> set[int]:
     return found
 
 
-def gathering_nodes(nodes: tuple[PlacementNode, ...]) -> set[int]:
+def gathering_nodes(nodes: Sequence[PlacementNode]) -> set[int]:
     """Nodes that make parameters what they are computed with: casts, and what shares them."""
     parameters = after_parameters(nodes)
     shares = {n.index for n in nodes if n.kind == "share" and n.operands[0].node in parameters}
     return shares | {index for index in parameters if nodes[index].kind != "parameter"}
 
 
-def before_gradients(nodes: tuple[PlacementNode, ...]) -> set[int]:
+def before_gradients(nodes: Sequence[PlacementNode]) -> set[int]:
     """Gradients, and views, casts and sums that only they read."""
     readers: dict[int, list[int]] = defaultdict(list)
     for node in nodes:

@@ -7,8 +7,9 @@
     placement_graph  the graph that is planned
     function_graph   functions that an operator is given, as data: FlexAttention's
     graph_encoding   the graph as JSON, and its digest
-    layer_names, parameter_chains
-                     what else is read off a graph: layers, and the ways of parameters and gradients
+    layer_names, layer_turns, parameter_chains
+                     what else is read off a graph: layers, which of them take turns in the
+                     backward, and the ways of parameters and gradients
     experts          the routed experts of one layer as one operator
     layouts, redistribution, redistribution_ways
                      meshes and layouts, and the steps from one layout to another

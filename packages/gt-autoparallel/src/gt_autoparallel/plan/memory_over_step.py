@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gt_autoparallel.graph.layer_names import window_name
+from gt_autoparallel.graph.layer_turns import computing_nodes
 from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.prices.layer_memory import layer_memory
 
@@ -34,7 +36,10 @@ class MemoryAt:
 
 
 def memory_over_step(plan: PlacementPlan) -> tuple[MemoryAt, ...]:
-    """The windows of forward and backward in the order in which they run."""
+    """The windows of forward and backward in the order in which they run.
+
+    Of layers that run more than once, as they begin in the forward and end in the backward.
+    """
     of_layers = layer_memory(
         plan.graph,
         plan.options,
@@ -44,23 +49,36 @@ def memory_over_step(plan: PlacementPlan) -> tuple[MemoryAt, ...]:
     )
     saved = 0
     found = []
-    for window in plan.windows:
-        if window.name.endswith(_FORWARD):
-            saved += of_layers.saved.get(window.name.removesuffix(_FORWARD), 0)
-            found.append(_at(window.name, plan.memory.at_loss, saved))
+    forward, backward = _windows_in_order(plan)
+    for window in forward:
+        saved += of_layers.saved.get(window.removesuffix(_FORWARD), 0)
+        found.append(_at(window, plan.memory.at_loss, saved))
     if plan.memory.loss:
         found.append(_at("loss", plan.memory.at_loss, saved, loss=plan.memory.loss))
     to_come = sum(of_layers.gradients.values())
-    for window in plan.windows:
-        if window.name.endswith(_BACKWARD):
-            layer = window.name.removesuffix(_BACKWARD)
-            to_come -= of_layers.gradients.get(layer, 0)
-            again, ahead = (of.get(layer, 0) for of in (of_layers.again, of_layers.ahead))
-            gradients = plan.memory.gradients - to_come
-            moment = {**plan.memory.in_backward, "gradients": gradients}
-            found.append(_at(window.name, moment, saved, recomputed=again, ahead=ahead))
-            saved -= of_layers.saved.get(layer, 0)
+    for window in backward:
+        layer = window.removesuffix(_BACKWARD)
+        to_come -= of_layers.gradients.get(layer, 0)
+        again, ahead = (of.get(layer, 0) for of in (of_layers.again, of_layers.ahead))
+        gradients = plan.memory.gradients - to_come
+        moment = {**plan.memory.in_backward, "gradients": gradients}
+        found.append(_at(window, moment, saved, recomputed=again, ahead=ahead))
+        saved -= of_layers.saved.get(layer, 0)
     return tuple(found)
+
+
+def _windows_in_order(plan: PlacementPlan) -> tuple[list[str], list[str]]:
+    """Names of windows of the forward and of the backward; what computes nothing stands first."""
+    place: dict[str, int] = {}
+    for node in reversed(computing_nodes(plan.graph, "forward")):
+        place[window_name(node)] = node.index
+    for node in computing_nodes(plan.graph, "backward"):
+        place[window_name(node)] = node.index
+    names = sorted((window.name for window in plan.windows), key=lambda name: place.get(name, 0))
+    return (
+        [name for name in names if name.endswith(_FORWARD)],
+        [name for name in names if name.endswith(_BACKWARD)],
+    )
 
 
 def _at(

@@ -24,7 +24,8 @@ FORMAT = "gt-autoparallel plan"
 FORMAT_VERSION = 8
 """1 did not know the classes and modes of modules; 2 what of a redistribution hides, nor strides of
 meshes; 3 what is recomputed; 4 microbatches, nor gradients of inputs; 5 what the loss takes,
-gradients of microbatches before, nor rivals; 6 what is in flight, nor what is gathered ahead."""
+gradients of microbatches before, nor rivals; 6 what is in flight, nor what is gathered ahead; 7
+what is gone and to come in a layer's turn."""
 
 
 def write_document(content: Mapping[str, Any], target: Path) -> Path:

@@ -5,7 +5,8 @@ have no gradients yet. By that alone too little would count: gradients of activa
 account, and are most where nothing is let go of. So each layer counts at two moments: with all that
 is saved and no layer's gradients but its own, and in its turn, with what the layers up to it saved
 and the gradients of those from it on. Of layers that are alike those moments are fullest for the
-last one and for the first. What is outside of layers counts at any moment.
+last one and for the first. What is outside of layers counts at any moment, and so does everything
+of layers that take no turns (``graph.layer_turns``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gt_autoparallel.graph.layer_names import layer_of_module, window_scope
+from gt_autoparallel.graph.layer_names import window_scope
+from gt_autoparallel.graph.layer_turns import NO_TURNS, layer_turns
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.parameter_chains import is_view_like
@@ -33,7 +35,6 @@ from gt_autoparallel.prices.node_memory import (
     unreduced_bytes,
 )
 from gt_autoparallel.prices.recomputability import experts_of
-from gt_autoparallel.prices.saved_storages import SOURCES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +76,11 @@ class LayerMemory:
     """Gradients before they are reduced, as they are made and in their bucket."""
 
     gradients: Mapping[str, int]
-    """Gradients of parameters, of layers alone."""
+    """Gradients of parameters that come in a layer's turn."""
 
     layers: tuple[str, ...]
-    """Layers in the order of their forwards. Empty of a graph that runs for several microbatches:
-    others are live then, and everything counts at any moment."""
+    """Those that take turns, in the order of their forwards. None of a graph that runs for several
+    microbatches, as others are live then."""
 
     @property
     def fullest_backward(self) -> BackwardMoment:
@@ -112,8 +113,9 @@ class LayerMemory:
 
     def _turns(self) -> Iterator[tuple[str, int, int]]:
         """Layers, each with what is let go of then and what gradients are to come, twice."""
-        if not self.layers:
-            yield from ((scope, 0, 0) for scope in self.again)
+        for scope in self.again.keys() | self.unreduced.keys():
+            if scope not in self.layers:
+                yield scope, 0, 0
         earlier, later = 0, sum(self.saved.get(layer, 0) for layer in self.layers)
         in_all = sum(self.gradients.values())
         for layer in self.layers:
@@ -122,13 +124,6 @@ class LayerMemory:
             yield layer, 0, in_all - own
             yield layer, later, earlier
             earlier += own
-
-
-def layers_in_order(graph: PlacementGraph) -> tuple[str, ...]:
-    """The names of layers, in the order of their forwards."""
-    computing = sorted(graph.nodes, key=lambda node: node.kind in SOURCES)
-    names = (layer_of_module(node.module) for node in computing)
-    return tuple(dict.fromkeys(name for name in names if name is not None))
 
 
 def _fullest(moments: Sequence[BackwardMoment]) -> BackwardMoment | None:
@@ -157,11 +152,11 @@ def layer_memory(
     unreduced: dict[str, int] = defaultdict(int)
     storages = needed_storages(graph, options, recomputed)
     gradients: dict[str, int] = defaultdict(int)
-    layers = layers_in_order(graph) if microbatches is None else ()
+    turns = layer_turns(graph) if microbatches is None else NO_TURNS
     forward_of = {backward: forward for forward, backward in experts_of(graph).items()}
     for node in graph.nodes:
         option, scope = options[node.index], window_scope(node)
-        if scope in layers:
+        if node.index in turns.gradients:
             gradients[scope] += gradient_bytes(graph, node, option, mesh, accumulated=None)
         in_bucket = unreduced_bytes(graph, node, option, mesh, reduced=reduced)
         if in_bucket:
@@ -193,5 +188,5 @@ def layer_memory(
         ahead=ahead,
         unreduced=unreduced,
         gradients=gradients,
-        layers=layers,
+        layers=turns.layers,
     )

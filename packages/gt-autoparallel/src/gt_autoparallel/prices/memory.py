@@ -61,7 +61,8 @@ class MemoryBreakdown:
     """Forward values that the backward reads, each storage once."""
 
     recomputed: int = 0
-    """What one layer's backward computes again, of the layer where that is most."""
+    """What a layer computes again at the fullest moment of the backward: in the turn of that layer,
+    or as if no layer had had its turn."""
 
     loss: int = 0
     """What the loss takes, which is let go before the first layer's backward."""
@@ -70,20 +71,20 @@ class MemoryBreakdown:
     """Those of microbatches before, which are there at the loss."""
 
     gathered_ahead: int = 0
-    """What is gathered for the next layer while the one computes that computes most again."""
+    """What is gathered then for the next layer."""
 
     in_flight: int = 0
-    """At the end of a layer's backward: its gradients before they are reduced, and what is gathered
-    ahead. Of the layer where most is there then."""
+    """At the fullest reduction, where a layer's backward ends: its gradients before they are
+    reduced, and what is gathered ahead."""
 
     let_go_in_backward: int = 0
-    """Of the saved activations what is gone when the one computes that computes most again."""
+    """Of the saved activations what is gone at the fullest moment of the backward."""
 
     to_come_in_backward: int = 0
     """Of the gradients what is not there yet then."""
 
     let_go_at_reduction: int = 0
-    """Of the saved activations what is gone at the end of that layer's backward, its own too."""
+    """Of the saved activations what is gone at the fullest reduction, those of its layer too."""
 
     to_come_at_reduction: int = 0
     """Of the gradients what is not there yet then."""
@@ -95,7 +96,7 @@ class MemoryBreakdown:
 
     @property
     def in_backward(self) -> dict[str, int]:
-        """Bytes by kind, in words, in the backward of the layer that makes most again."""
+        """Bytes by kind, in words, at the fullest moment of the backward."""
         return self._parts(
             gradients=self.gradients - self.to_come_in_backward,
             saved=self.saved_activations - self.let_go_in_backward,
@@ -105,7 +106,7 @@ class MemoryBreakdown:
 
     @property
     def at_reduction(self) -> dict[str, int]:
-        """Bytes by kind, in words, when the gradients of a layer are reduced."""
+        """Bytes by kind, in words, at the fullest reduction of a layer's gradients."""
         return self._parts(
             gradients=self.gradients - self.to_come_at_reduction,
             saved=self.saved_activations - self.let_go_at_reduction,

@@ -32,17 +32,6 @@ def crossing_nodes(graph: PlacementGraph) -> frozenset[int]:
     return frozenset(found)
 
 
-def members_by_layer(graph: PlacementGraph, clustering: Clustering) -> tuple[tuple[int, ...], ...]:
-    """The nodes of each class in the order of their layers, which is that of the forward."""
-    order: dict[str | None, int] = {}
-    for node in graph.nodes:
-        order.setdefault(layer_of_module(node.module), len(order))
-    return tuple(
-        tuple(sorted(members, key=lambda index: order[layer_of_module(graph.nodes[index].module)]))
-        for members in clustering.members
-    )
-
-
 def layer_blocks(
     graph: PlacementGraph,
     clustering: Clustering,
@@ -63,7 +52,7 @@ def layer_blocks(
     """
     inner: dict[tuple[str, ...], list[int]] = defaultdict(list)
     windows: dict[tuple[str, ...], set[int]] = defaultdict(set)
-    for number, members in enumerate(members_by_layer(graph, clustering)):
+    for number, members in enumerate(clustering.members):
         layers = [layer_of_module(graph.nodes[node].module) for node in members]
         things = tuple(layer for layer in layers if layer is not None)
         if len(things) < 2:

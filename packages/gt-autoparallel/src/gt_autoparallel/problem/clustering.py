@@ -24,7 +24,7 @@ class Clustering:
 
     class_of_node: tuple[int, ...]
     members: tuple[tuple[int, ...], ...]
-    """Nodes of each class, in order; the first stands for all."""
+    """Nodes of each class, in the order of their layers; the first stands for all."""
 
     window_of_class: tuple[int, ...]
     window_names: tuple[str, ...]
@@ -35,18 +35,24 @@ class Clustering:
 
 
 def cluster_layers(
-    graph: PlacementGraph, *, distinguished: Mapping[int, Hashable] | None = None
+    graph: PlacementGraph,
+    *,
+    in_turn: Sequence[str] = (),
+    distinguished: Mapping[int, Hashable] | None = None,
 ) -> Clustering:
     """Find alike layers and let their nodes share classes.
 
-    ``distinguished`` is more about single nodes that alike nodes must have in common.
+    Args:
+        graph: whose layers they are.
+        in_turn: layers that come before others, in this order; others as their nodes stand.
+        distinguished: more about single nodes that alike nodes must have in common.
     """
     extra = distinguished or {}
-    layers: dict[str, list[int]] = defaultdict(list)
+    layers: dict[str, list[int]] = {layer: [] for layer in in_turn}
     for node in graph.nodes:
         layer = layer_of_module(node.module)
         if layer is not None:
-            layers[layer].append(node.index)
+            layers.setdefault(layer, []).append(node.index)
     first_alike: dict[Hashable, str] = {}
     stands_for: dict[str, str] = {}
     for layer, nodes in layers.items():
@@ -57,13 +63,19 @@ def cluster_layers(
     for layer, nodes in layers.items():
         for node_index, first in zip(nodes, layers[stands_for[layer]], strict=True):
             representative[node_index] = first
-    return _numbered(graph, representative)
+    return _numbered(graph, representative, [*layers])
 
 
-def _numbered(graph: PlacementGraph, representative: Sequence[int]) -> Clustering:
+def _numbered(
+    graph: PlacementGraph, representative: Sequence[int], layers: Sequence[str]
+) -> Clustering:
     members: dict[int, list[int]] = defaultdict(list)
     for node, first in enumerate(representative):
         members[first].append(node)
+    place_of: dict[str | None, int] = {layer: place for place, layer in enumerate(layers)}
+    for nodes in members.values():
+        if len(nodes) > 1:
+            nodes.sort(key=lambda node: place_of[layer_of_module(graph.nodes[node].module)])
     number = {first: position for position, first in enumerate(members)}
     windows: dict[str, set[str]] = {}
     window_of_class = []

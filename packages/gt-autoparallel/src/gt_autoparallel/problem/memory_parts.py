@@ -12,10 +12,10 @@ from typing import Literal
 import numpy as np
 
 from gt_autoparallel.graph.layer_names import layer_of_module, window_scope
+from gt_autoparallel.graph.layer_turns import LayerTurns
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.parameter_chains import is_view_like
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, Value
-from gt_autoparallel.prices.layer_memory import layers_in_order
 from gt_autoparallel.prices.memory import GradientCopies
 from gt_autoparallel.prices.node_memory import (
     gradient_bytes,
@@ -49,8 +49,8 @@ class MemoryParts:
     """The rows of each kind of layers, by the name of its backward's window."""
 
     given_back: tuple[FloatArray, ...]
-    """Of each variable [options]: what one node has saved, less its gradients: so many bytes more
-    are there before its layer's backward than after it."""
+    """Of each variable [options]: what one node has saved and lets go of, less the gradients that
+    come: so many bytes more are there before its layer's backward than after it."""
 
 
 Moments = Literal["everything", "usual", "all"]
@@ -119,6 +119,8 @@ class _ClassBytes:
     """Zeros where nothing counts at reductions."""
 
     gradients: FloatArray
+    to_come: FloatArray
+    """Of these, what comes in its layer's turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +143,7 @@ class MemoryBuilder:
     """What becomes a gradient -> bytes of an element when it is reduced."""
 
     moments: Moments
+    turns: LayerTurns
 
     def parts(self, choices: Sequence[Sequence[Choice]]) -> MemoryParts:
         """The rows of variables with these choices."""
@@ -165,7 +168,7 @@ class MemoryBuilder:
             num_bytes=num_bytes,
             passing_bytes=passing_bytes,
             rows_of_window=_rows_of_window(rows),
-            given_back=tuple(each.let_go - each.gradients for each in of_classes),
+            given_back=tuple(each.let_go - each.to_come for each in of_classes),
         )
 
     def _memory_rows(
@@ -175,40 +178,44 @@ class MemoryBuilder:
         places: Mapping[str, tuple[int, int]],
     ) -> tuple[_Row, ...]:
         """Rows for moments of the backward of each kind of layers, and one for the loss."""
-        kinds: dict[str, Counted] = dict.fromkeys(places, "saved")
-        if self.moments == "everything":
-            making = (
-                of_class.window
-                for each, of_class in zip(choices, of_classes, strict=True)
-                if makes_again(each).any()
-            )
-            kinds = dict.fromkeys(making, "everything")
-        rows = [
-            _Row(name=name, moment="backward", window=name, counted=counted)
-            for name, counted in kinds.items()
-        ]
-        if self.moments == "all":
-            reducing = {each.window for each in of_classes if each.unreduced.any()}
-            rows += [
-                replace(row, name=f"{row.name}, {counted} layer", counted=counted)
-                for row in rows
-                for counted in _turns(places, row.name)
+        making = {
+            of_class.window
+            for each, of_class in zip(choices, of_classes, strict=True)
+            if makes_again(each).any()
+        }
+        reducing = {each.window for each in of_classes if each.unreduced.any()}
+        takes_turns = {} if self.moments == "everything" else places
+        rows: list[_Row] = []
+        at_reductions: list[_Row] = []
+        for name in dict.fromkeys(each.window for each in of_classes):
+            counted: Counted = "saved" if name in takes_turns else "everything"
+            row = _Row(name=name, moment="backward", window=name, counted=counted)
+            has_turns = name in takes_turns and self.moments == "all"
+            further = [
+                replace(row, name=f"{name}, {turn} layer", counted=turn)
+                for turn in (_turns(places, name) if has_turns else ())
             ]
-            rows += [
-                replace(row, name=f"{row.name}, reduction", moment="reduction")
-                for row in rows
-                if row.window in reducing
-            ]
+            if name in takes_turns or name in making:
+                rows += [row, *further]
+            if name in reducing:
+                at_reductions += [
+                    replace(each, name=f"{each.name}, reduction", moment="reduction")
+                    for each in (row, *further)
+                ]
+        rows = rows or [_Row(name="memory", moment="backward")]
         loss = [_Row(name=LOSS_ROW, moment="loss")] if self.has_loss else []
-        return (*(rows or [_Row(name="memory", moment="backward")]), *loss)
+        return (*rows, *at_reductions, *loss)
 
     def _places(self) -> dict[str, tuple[int, int]]:
-        """Each kind of layers, by its backward's window -> places of its first and last layer."""
-        place_of = {layer: place for place, layer in enumerate(layers_in_order(self.graph))}
+        """The first and the last place of each kind of layers, by its backward's window.
+
+        Places are of layers that take turns, and kinds whose layers take none are not there.
+        """
+        place_of = {layer: place for place, layer in enumerate(self.turns.layers)}
         found: dict[str, tuple[int, int]] = {}
         for number, members in enumerate(self.clustering.members):
             layers = [layer_of_module(self.graph.nodes[index].module) for index in members]
-            places = [place_of[layer] for layer in layers if layer is not None]
+            places = [place_of[layer] for layer in layers if layer in place_of]
             if places:
                 name = backward_name(self.graph, self.clustering, number)
                 first, last = found.get(name, (places[0], places[0]))
@@ -223,9 +230,7 @@ class MemoryBuilder:
         gradients = of_class.gradients * size
         if row.moment == "loss":
             return kept * size + gradients * self.gradients.at_loss
-        before = gradients * self.gradients.at_loss
-        new = gradients * (self.gradients.in_backward - self.gradients.at_loss)
-        everything: FloatArray = kept * size + before + new
+        everything: FloatArray = kept * size + gradients * self.gradients.in_backward
         if row.counted == "everything" or of_class.window not in places:
             return everything
         assert row.window is not None, "it is of a kind of layers"
@@ -239,7 +244,7 @@ class MemoryBuilder:
         if is_gone:
             lasting = lasting - let_go * size
         if is_to_come:
-            lasting = lasting - new
+            lasting = lasting - of_class.to_come * size
         return lasting
 
     def _passing_bytes(self, row: _Row, of_class: _ClassBytes) -> FloatArray:
@@ -255,23 +260,24 @@ class MemoryBuilder:
             passing = of_class.unreduced + of_class.ahead - of_class.let_go
         if row.counted == "first":
             return passing + of_class.let_go
-        return passing if row.counted == "everything" else passing + of_class.gradients
+        return passing if row.counted == "everything" else passing + of_class.to_come
 
     def _class_bytes(self, number: int, choices: Sequence[Choice]) -> _ClassBytes:
-        kept = self._kept_bytes(number, choices)
+        kept, nothing = self._kept_bytes(number, choices), np.zeros(len(choices))
+        gradients = self._gradient_bytes(number, choices)
+        comes_in_turn = {*self.clustering.members[number]} <= self.turns.gradients.keys()
         return _ClassBytes(
             window=backward_name(self.graph, self.clustering, number),
             size=len(self.clustering.members[number]),
             kept=kept,
-            let_go=kept if self._is_let_go(number) else np.zeros(len(kept)),
+            let_go=kept if self._is_let_go(number) else nothing,
             again=self._again_bytes(number, choices),
             ahead=self._ahead_bytes(number, choices),
             unreduced=(
-                self._unreduced_bytes(number, choices)
-                if self.moments == "all"
-                else np.zeros(len(kept))
+                self._unreduced_bytes(number, choices) if self.moments == "all" else nothing
             ),
-            gradients=self._gradient_bytes(number, choices),
+            gradients=gradients,
+            to_come=gradients if comes_in_turn else nothing,
         )
 
     def _is_let_go(self, number: int) -> bool:

@@ -28,6 +28,7 @@ import numpy as np
 from torch.distributed.tensor import Placement
 
 from gt_autoparallel.graph.layer_names import layer_of_module
+from gt_autoparallel.graph.layer_turns import layer_turns
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.parameter_chains import (
@@ -46,7 +47,7 @@ from gt_autoparallel.prices.microbatches import (
 from gt_autoparallel.prices.needed_storages import needed_storages
 from gt_autoparallel.prices.recomputability import experts_of
 from gt_autoparallel.prices.saved_storages import SavedStorages, Status, saved_storages
-from gt_autoparallel.problem.alike_layers import crossing_nodes, layer_blocks, members_by_layer
+from gt_autoparallel.problem.alike_layers import crossing_nodes, layer_blocks
 from gt_autoparallel.problem.choices import Choice
 from gt_autoparallel.problem.clustering import Clustering, cluster_layers
 from gt_autoparallel.problem.constraints import LayoutConstraint
@@ -109,7 +110,7 @@ class PlacementProblem:
             taken = self._in_turn(solution)
         else:
             taken = [(choice,) for choice in solution]
-        members_of = members_by_layer(self.graph, self.clustering)
+        members_of = self.clustering.members
         for choices, members, things in zip(self.choices, members_of, taken, strict=True):
             of_members = things * len(members) if len(things) == 1 else things
             for node, choice in zip(members, of_members, strict=True):
@@ -194,7 +195,7 @@ class PlacementProblem:
                 ]
                 yield (fitting or positions)[0]
 
-        members_of = members_by_layer(self.graph, self.clustering)
+        members_of = self.clustering.members
         found = []
         for variable, (choices, members) in enumerate(zip(self.choices, members_of, strict=True)):
             deciding = members if variable in in_blocks else members[:1]
@@ -261,7 +262,8 @@ def placement_problem(
         )
         for node in graph.nodes
     }
-    clustering = cluster_layers(graph, distinguished=described)
+    turns = layer_turns(graph)
+    clustering = cluster_layers(graph, in_turn=turns.layers, distinguished=described)
     known = {} if parts is None else parts
     key = (clustering, recomputes, moments)
     if key not in known:
@@ -292,6 +294,7 @@ def placement_problem(
                 gathered=gathered_parameters(graph),
                 reduced=reduced,
                 moments=moments,
+                turns=turns,
             ),
             options_of,
         )
