@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from planned_models import Stack
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn import functional as F
@@ -216,6 +217,27 @@ def test_a_budget_too_small_says_by_how_much_and_what_dominates(planner: Planner
     shares = [float(line.split()[-1].rstrip("%")) for line in table]
     assert shares == sorted(shares, reverse=True)
     assert math.isclose(sum(shares), 100.0, abs_tol=0.3)
+
+
+def test_a_budget_that_each_moment_alone_could_keep_is_not_called_less_than_any_takes() -> None:
+    with torch.device("meta"):
+        stack = planner_of_model(Stack(2, 256), MESH, (torch.empty(4096, 256),))
+    wanted = Constraints(inputs={"x": [Shard(0)]}, outputs={"output": [Shard(0)]})
+
+    def first_line(budget: int) -> str:
+        with pytest.raises(InfeasiblePlacementError) as error:
+            stack.find(constraints=wanted, memory_budget_bytes=budget)
+        return str(error.value).splitlines()[0]
+
+    told = re.findall(r"(?:less than|one takes) ([\d,]+) bytes", first_line(1000))
+    of_one_moment, of_one_placement = (int(each.replace(",", "")) for each in told)
+    assert first_line(of_one_moment) == (
+        f"the memory budget of {of_one_moment:,} bytes a rank is too small: placements keep it at "
+        "each moment of a step, and none was found that keeps it at all of them; one takes "
+        f"{of_one_placement:,} bytes, of which"
+    )
+    found = stack.find(constraints=wanted, memory_budget_bytes=of_one_placement)
+    assert found.memory.total == of_one_placement
 
 
 def test_half_of_the_time_is_kept_for_all_rows_and_an_error_names_the_limit_asked_for(

@@ -14,12 +14,13 @@ from random_problems import brute_force, random_problem
 from small_problems import edge, pair_problem, variable
 from transformer_problem import transformer_problem
 
-from gt_autoparallel.errors import DearPlacementError, PlacementInputError
+from gt_autoparallel.errors import DearPlacementError, PlacementInputError, SolverError
 from gt_autoparallel.solver import ForbiddenPairsError, MemoryBudgetError, Progress, Solution, solve
 from gt_autoparallel.solver.arc_consistency import make_arc_consistent
 from gt_autoparallel.solver.bounding import SearchSettings
 from gt_autoparallel.solver.evaluation import evaluate
 from gt_autoparallel.solver.highs_model import HighsModel
+from gt_autoparallel.solver.infeasibility import explain_infeasibility
 from gt_autoparallel.solver.problem import MemoryRow, Problem, Window
 from gt_autoparallel.solver.reduced_problem import reduce_problem
 
@@ -259,6 +260,14 @@ def test_says_that_budgets_cannot_be_kept_together() -> None:
         "each memory budget alone can be kept, but not all together; with the smallest excess in "
         "all 'row0' takes 13 bytes, 1 over its budget of 12; 'row1' takes 13 bytes, 1 over its "
         "budget of 12"
+    )
+
+
+def test_a_choice_that_keeps_all_budgets_is_no_shortage() -> None:
+    with pytest.raises(SolverError) as caught:
+        explain_infeasibility(pair_problem(budgets=(13.0, 13.0)), solve)
+    assert str(caught.value) == (
+        "the search found no choice that keeps all memory budgets, and one does"
     )
 
 

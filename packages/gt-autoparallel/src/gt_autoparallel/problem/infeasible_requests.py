@@ -56,18 +56,29 @@ def _shortage(
     request: ResolvedRequest,
     mesh: MeshShape,
 ) -> str:
+    def taken_by(choices: tuple[int, ...]) -> MemoryBreakdown:
+        options = placement.options_of_nodes(choices)
+        recomputed = placement.recomputed_nodes(choices)
+        return requested_memory(placement.graph, options, mesh, request, recomputed=recomputed)
+
+    frugal = dict.fromkeys((error.frugal, *(each.choices for each in error.shortages)))
+    smallest = min(map(taken_by, frugal), key=lambda memory: memory.total)
     # Rows are of several moments: a plan has to keep all of them.
     shortage = max(error.shortages, key=lambda each: each.minimum_bytes)
-    options = placement.options_of_nodes(error.frugal)
-    recomputed = placement.recomputed_nodes(error.frugal)
-    smallest = requested_memory(placement.graph, options, mesh, request, recomputed=recomputed)
     budget, least = shortage.budget_bytes, shortage.minimum_bytes
-    taken = "" if smallest.total <= least else f"; one takes {_size(smallest.total)}"
-    return (
-        f"the memory budget of {_size(budget)} a rank is too small by {_size(least - budget)}: no "
-        f"placement takes less than {_size(least)}{taken}, of which\n"
-        f"{_table(smallest)}\n{_advice(smallest, budget, request)}"
-    )
+    too_small = f"the memory budget of {_size(budget)} a rank is too small"
+    if error.jointly:
+        said = (
+            f"{too_small}: placements keep it at each moment of a step, and none was found that "
+            f"keeps it at all of them; one takes {_size(smallest.total)}"
+        )
+    else:
+        taken = "" if smallest.total <= least else f"; one takes {_size(smallest.total)}"
+        said = (
+            f"{too_small} by {_size(least - budget)}: no placement takes less than "
+            f"{_size(least)}{taken}"
+        )
+    return f"{said}, of which\n{_table(smallest)}\n{_advice(smallest, budget, request)}"
 
 
 def _advice(memory: MemoryBreakdown, budget: float, request: ResolvedRequest) -> str:

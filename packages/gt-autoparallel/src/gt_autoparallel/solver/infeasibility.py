@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gt_autoparallel.errors import InfeasiblePlacementError
+from gt_autoparallel.errors import InfeasiblePlacementError, SolverError
 from gt_autoparallel.solver.arc_consistency import make_arc_consistent
 from gt_autoparallel.solver.highs_model import HighsModel
 from gt_autoparallel.solver.problem import Edge, FloatArray, Problem, Variable, Window
@@ -27,7 +27,11 @@ _FILTER_SECONDS = 10.0
 def explain_infeasibility(
     problem: Problem, minimize: Callable[[Problem], Solution]
 ) -> InfeasiblePlacementError:
-    """The error that says why ``problem`` has no solution; ``minimize`` solves without budgets."""
+    """The error that says why ``problem`` has no solution; ``minimize`` solves without budgets.
+
+    Raises:
+        SolverError: it has one.
+    """
     reduced = reduce_problem(problem)
     empty = make_arc_consistent(reduced)
     if empty is not None:
@@ -166,6 +170,8 @@ def _over_budget(problem: Problem, minimize: Callable[[Problem], Solution]) -> M
         choices = minimize(_excess_problem(problem)).choices[: len(problem.variables)]
         together = (_shortage(problem, row, choices) for row in rows)
         shortages = [each for each in together if each.excess_bytes > 0]
+    if not shortages:
+        raise SolverError("the search found no choice that keeps all memory budgets, and one does")
     frugal = minimize(_memory_problem(problem, rows)).choices if len(rows) > 1 else alone[0].choices
     text = "; ".join(
         f"{s.row!r} {'takes' if jointly else 'needs at least'} {s.minimum_bytes:,.0f} bytes, "
