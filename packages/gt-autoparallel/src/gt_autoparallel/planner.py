@@ -13,14 +13,15 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from gt_autoparallel.audit import audit_plan
 from gt_autoparallel.errors import ConstraintError, DearPlacementError, OutOfTimeError
+from gt_autoparallel.found_placement import FoundPlacement, cheaper_of, is_proven, solver_report
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode
-from gt_autoparallel.plan.placement_plan import ModelSignature, PlacementPlan, SolverReport
+from gt_autoparallel.plan.placement_plan import ModelSignature, PlacementPlan
 from gt_autoparallel.plan.plan_assembly import assemble_plan
 from gt_autoparallel.prices.costs import PlacementPrices, StepPrices
 from gt_autoparallel.prices.memory import MemoryBreakdown
@@ -55,7 +56,6 @@ from gt_autoparallel.solver import (
     solve_mixed,
 )
 from gt_autoparallel.solver.problem import FloatArray
-from gt_autoparallel.solver.solve import PROOF_GAP
 from gt_trace.garbage_collection import held_garbage_collection
 
 ReportProgress = Callable[[str], None]
@@ -122,7 +122,7 @@ class Planner:
         self._times: dict[int, FloatArray] = {}
         self._parts: dict[PartsKey, ProblemParts] = {}
         self._warm_starts: dict[object, WarmStart] = {}
-        self._unlimited: dict[tuple[ResolvedRequest, float], _Found] = {}
+        self._unlimited: dict[tuple[ResolvedRequest, float], FoundPlacement] = {}
         """What was found without a budget, by request and gap."""
         self._expert_pins: ExpertPins | None = None
 
@@ -220,7 +220,7 @@ class Planner:
         relative_gap: float,
         time_limit_seconds: float,
         below_us: float,
-    ) -> _Found:
+    ) -> FoundPlacement:
         """The cheapest placement; of a request with a budget first that without it.
 
         What keeps the budget without running anything again is the cheapest then, too. What does
@@ -246,12 +246,14 @@ class Planner:
         least = _LEAST_SHARE * time_limit_seconds
         ends = max(started + time_limit_seconds, time.perf_counter() + least)
 
-        def within(ends: float, *, all_moments: bool) -> _Found:
+        def within(ends: float, *, all_moments: bool) -> FoundPlacement:
             placement = self.problem(request, all_moments=all_moments)
             if request.recomputes and relative_gap > 0:
                 mixed = self._mixed(placement, relative_gap, ends, free.options, below_us)
+                if mixed is not None and self._memory(request, mixed).total > budget:
+                    return mixed  # of a problem with few rows
                 if mixed is not None:
-                    return mixed
+                    return self._or_alike(mixed, request, relative_gap, ends)
             left = max(ends - time.perf_counter(), least)
             return self._solved(placement, request, relative_gap, left, below_us, free.options)
 
@@ -265,7 +267,7 @@ class Planner:
                     return found
         return within(ends, all_moments=True)
 
-    def _memory(self, request: ResolvedRequest, found: _Found) -> MemoryBreakdown:
+    def _memory(self, request: ResolvedRequest, found: FoundPlacement) -> MemoryBreakdown:
         return requested_memory(
             self.graph, found.options, self.mesh, request, recomputed=found.recomputed
         )
@@ -277,7 +279,7 @@ class Planner:
         ends: float,
         near: Sequence[NodeOption],
         below_us: float,
-    ) -> _Found | None:
+    ) -> FoundPlacement | None:
         """A placement of which alike layers may place and recompute differently.
 
         ``near`` are options of nodes that are nearly right, ``ends`` is on the clock of
@@ -299,19 +301,42 @@ class Planner:
             return None
         self._warm_starts[_shape(placement)] = found.warm_start
         mixture = mixture_without_idle_work(placement, found.mixture)
-        return _Found(
+        return FoundPlacement(
             options=placement.options_of_nodes(mixture),
             recomputed=placement.recomputed_nodes(mixture),
-            report=_solver_report(
+            report=solver_report(
                 placement,
                 objective_us=mixture.objective_us,
                 lower_bound_us=min(found.lower_bound_us, mixture.objective_us),
                 method=_COUNTED,
                 seconds=found.seconds,
                 memory_prices=found.memory_prices,
-                proven=found.gap <= max(relative_gap, PROOF_GAP) * (1 + 1e-9),
+                proven=is_proven(found.gap, relative_gap),
             ),
         )
+
+    def _or_alike(
+        self,
+        mixed: FoundPlacement,
+        request: ResolvedRequest,
+        relative_gap: float,
+        ends: float,
+    ) -> FoundPlacement:
+        """A mixture, or the best of which alike layers do the same if that is cheaper.
+
+        It is a mixture, too, which a search that ended with a gap may have missed. It is looked for
+        no longer than the mixture was.
+        """
+        seconds = min(ends - time.perf_counter(), mixed.report.seconds)
+        if mixed.report.proven or seconds <= 0:
+            return mixed
+        try:
+            alike = self._solved(
+                self.problem(request), request, relative_gap, seconds, mixed.report.objective_us
+            )
+        except (DearPlacementError, OutOfTimeError):
+            return mixed
+        return cheaper_of(mixed, alike, relative_gap)
 
     def _solved(
         self,
@@ -321,7 +346,7 @@ class Planner:
         time_limit_seconds: float,
         below_us: float,
         near: Sequence[NodeOption] | None = None,
-    ) -> _Found:
+    ) -> FoundPlacement:
         """The solution of one problem; ``near`` are options of nodes that are nearly right."""
         self._say_size(placement)
         warm_start = self._warm_starts.get(_shape(placement))
@@ -332,10 +357,10 @@ class Planner:
         )
         solution = without_idle_work(placement, solution)
         self._warm_starts[_shape(placement)] = solution.warm_start
-        return _Found(
+        return FoundPlacement(
             options=placement.options_of_nodes(solution.choices),
             recomputed=placement.recomputed_nodes(solution.choices),
-            report=_solver_report(
+            report=solver_report(
                 placement,
                 objective_us=solution.objective_us,
                 lower_bound_us=solution.lower_bound_us,
@@ -445,39 +470,6 @@ class Planner:
             raise explained(error, placement, request, self.mesh) from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    options: tuple[NodeOption, ...]
-    """Of each node."""
-
-    recomputed: tuple[int, ...]
-    report: SolverReport
-
-
 def _shape(placement: PlacementProblem) -> tuple[int, ...]:
     """The numbers of options: where they are equal, one problem's choices are another's."""
     return tuple(map(len, placement.choices))
-
-
-def _solver_report(
-    placement: PlacementProblem,
-    *,
-    objective_us: float,
-    lower_bound_us: float,
-    method: str,
-    seconds: float,
-    memory_prices: Sequence[float],
-    proven: bool,
-) -> SolverReport:
-    return SolverReport(
-        objective_us=objective_us,
-        # All costs are at least 0, also where time was over before there was any other bound.
-        lower_bound_us=max(lower_bound_us, 0.0),
-        method=method,
-        seconds=seconds,
-        num_variables=len(placement.problem.variables),
-        num_options=sum(map(len, placement.choices)),
-        num_nodes=len(placement.graph.nodes),
-        memory_price_us_per_gib=abs(sum(memory_prices)) * _GIB,
-        proven=proven,
-    )

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,15 @@ from gt_autoparallel.problem.alike_layers import crossing_nodes
 from gt_autoparallel.problem.constraints import Constraints, ResolvedRequest, resolve_constraints
 from gt_autoparallel.problem.problem_of_graph import PlacementProblem
 from gt_autoparallel.problem.requested_memory import requested_memory
-from gt_autoparallel.solver import Mixture, evaluate, evaluate_mixture, solve_mixed
+from gt_autoparallel.solver import (
+    Mixture,
+    WarmStart,
+    evaluate,
+    evaluate_mixture,
+    solve_mixed,
+)
+from gt_autoparallel.solver.mixed_search import MixedSolution
+from gt_autoparallel.solver.mixtures import alike_mixture
 from gt_autoparallel.solver.problem import Problem
 
 FROM_LOADER = Constraints(inputs={"x": [S0]}, outputs={"output": [S0]})
@@ -227,6 +236,45 @@ def test_counted_layers_cost_no_more_than_alike_ones_and_keep_the_budget(share: 
     assert counted.solver.lower_bound_us <= counted.objective_us
     assert counted.solver.proven
     assert audit_plan(counted).relative_error < 1e-9
+
+
+@pytest.mark.parametrize(("seconds", "is_searched"), [(60.0, True), (0.0, False)])
+def test_layers_that_do_the_same_are_looked_for_where_a_mixture_is_not_proven(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, is_searched: bool
+) -> None:
+    found: list[MixedSolution] = []
+
+    def dear(problem: Problem, **further: Any) -> MixedSolution:
+        """Where the search begins, as if nothing better were found in that time."""
+        start: WarmStart = further["warm_start"]
+        mixture = alike_mixture(problem, start.choices)
+        found.append(
+            MixedSolution(
+                mixture=mixture,
+                lower_bound_us=0.9 * mixture.objective_us,
+                gap=0.1,
+                seconds=seconds,
+                memory_prices=(),
+                warm_start=start,
+            )
+        )
+        return found[-1]
+
+    alike = plan(0.6, 0.0)
+    monkeypatch.setattr("gt_autoparallel.planner.solve_mixed", dear)
+    of_mixture = planner().find(
+        constraints=FROM_LOADER, memory_budget_bytes=budget(0.6), relative_gap=0.01
+    )
+    begun_at = found[-1].mixture
+    assert begun_at is not None
+    assert of_mixture.memory.total <= budget(0.6)
+    assert of_mixture.solver.lower_bound_us == found[-1].lower_bound_us
+    assert not of_mixture.solver.proven
+    if is_searched:
+        assert of_mixture.objective_us < begun_at.objective_us
+        assert of_mixture.objective_us <= alike.objective_us * 1.01
+    else:
+        assert of_mixture.objective_us == pytest.approx(begun_at.objective_us)
 
 
 def test_the_bound_of_mixtures_is_below_that_of_alike_layers() -> None:

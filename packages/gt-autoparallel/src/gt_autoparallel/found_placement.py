@@ -1,0 +1,78 @@
+"""What a search for a placement found, and what the planner reports of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gt_autoparallel.graph.options import NodeOption
+from gt_autoparallel.plan.placement_plan import SolverReport
+from gt_autoparallel.problem.problem_of_graph import PlacementProblem
+from gt_autoparallel.solver.solution import relative_gap as gap_of
+from gt_autoparallel.solver.solve import PROOF_GAP
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundPlacement:
+    """A placement of all nodes."""
+
+    options: tuple[NodeOption, ...]
+    """Of each node."""
+
+    recomputed: tuple[int, ...]
+    """Nodes that run again in the backward, in order."""
+
+    report: SolverReport
+
+
+def cheaper_of(mixed: FoundPlacement, alike: FoundPlacement, relative_gap: float) -> FoundPlacement:
+    """The cheaper one of two, of which layers that do the same are a mixture as well.
+
+    Args:
+        mixed: the best mixture that was found. Its bound is that of all mixtures.
+        alike: the best of which alike layers do the same.
+        relative_gap: that was asked for.
+    """
+    seconds = mixed.report.seconds + alike.report.seconds
+    if alike.report.objective_us >= mixed.report.objective_us:
+        return replace(mixed, report=replace(mixed.report, seconds=seconds))
+    bound = min(mixed.report.lower_bound_us, alike.report.objective_us)
+    report = replace(
+        alike.report,
+        lower_bound_us=bound,
+        seconds=seconds,
+        proven=is_proven(gap_of(alike.report.objective_us, bound), relative_gap),
+    )
+    return replace(alike, report=report)
+
+
+def is_proven(gap: float, relative_gap: float) -> bool:
+    """Whether a gap is as small as was asked for; it may end exactly there, and be rounded."""
+    return gap <= max(relative_gap, PROOF_GAP) * (1 + 1e-9)
+
+
+def solver_report(
+    placement: PlacementProblem,
+    *,
+    objective_us: float,
+    lower_bound_us: float,
+    method: str,
+    seconds: float,
+    memory_prices: Sequence[float],
+    proven: bool,
+) -> SolverReport:
+    """What a search says of itself, with the sizes of its problem; ``memory_prices`` by rows."""
+    return SolverReport(
+        objective_us=objective_us,
+        # All costs are at least 0, also where time was over before there was any other bound.
+        lower_bound_us=max(lower_bound_us, 0.0),
+        method=method,
+        seconds=seconds,
+        num_variables=len(placement.problem.variables),
+        num_options=sum(map(len, placement.choices)),
+        num_nodes=len(placement.graph.nodes),
+        memory_price_us_per_gib=abs(sum(memory_prices)) * _GIB,
+        proven=proven,
+    )
