@@ -16,7 +16,12 @@ from contextlib import suppress
 from dataclasses import replace
 
 from gt_autoparallel.audit import audit_plan
-from gt_autoparallel.errors import ConstraintError, DearPlacementError, OutOfTimeError
+from gt_autoparallel.errors import (
+    ConstraintError,
+    DearPlacementError,
+    OutOfTimeError,
+    SolverError,
+)
 from gt_autoparallel.found_placement import FoundPlacement, cheaper_of, is_proven, solver_report
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.options import NodeOption
@@ -64,6 +69,9 @@ ReportProgress = Callable[[str], None]
 _GIB = 2**30
 _LEAST_SHARE = 0.1
 """Of the time limit: what a search under a budget has at least, however long one without took."""
+
+_ALIKE_PARTS = 16
+"""Of a problem: so many are looked at for layers that do the same where a mixture is not proven."""
 
 _COUNTED = "layers counted by what they do"
 """How a mixture was found."""
@@ -253,7 +261,7 @@ class Planner:
                 if mixed is not None and self._memory(request, mixed).total > budget:
                     return mixed  # of a problem with few rows
                 if mixed is not None:
-                    return self._or_alike(mixed, request, relative_gap, ends)
+                    return self._or_alike(mixed, request, relative_gap, ends, below_us)
             left = max(ends - time.perf_counter(), least)
             return self._solved(placement, request, relative_gap, left, below_us, free.options)
 
@@ -321,20 +329,22 @@ class Planner:
         request: ResolvedRequest,
         relative_gap: float,
         ends: float,
+        below_us: float,
     ) -> FoundPlacement:
         """A mixture, or the best of which alike layers do the same if that is cheaper.
 
-        It is a mixture, too, which a search that ended with a gap may have missed. It is looked for
-        no longer than the mixture was.
+        It is a mixture, too, which a search that ended with a gap may have missed. A search that
+        must find something below another plan's cost is no better for it.
         """
-        seconds = min(ends - time.perf_counter(), mixed.report.seconds)
-        if mixed.report.proven or seconds <= 0:
+        left = ends - time.perf_counter()
+        if mixed.report.proven or left <= 0 or below_us < math.inf:
             return mixed
+        placement, cutoff = self.problem(request), mixed.report.objective_us
         try:
             alike = self._solved(
-                self.problem(request), request, relative_gap, seconds, mixed.report.objective_us
+                placement, request, relative_gap, left, cutoff, most_parts=_ALIKE_PARTS
             )
-        except (DearPlacementError, OutOfTimeError):
+        except SolverError:  # nothing, or nothing cheaper
             return mixed
         return cheaper_of(mixed, alike, relative_gap)
 
@@ -346,6 +356,7 @@ class Planner:
         time_limit_seconds: float,
         below_us: float,
         near: Sequence[NodeOption] | None = None,
+        most_parts: float = math.inf,
     ) -> FoundPlacement:
         """The solution of one problem; ``near`` are options of nodes that are nearly right."""
         self._say_size(placement)
@@ -353,7 +364,7 @@ class Planner:
         if near is not None:
             warm_start = self._start(placement, near, time_limit_seconds)
         solution = self._solve(
-            placement, request, relative_gap, time_limit_seconds, below_us, warm_start
+            placement, request, relative_gap, time_limit_seconds, below_us, warm_start, most_parts
         )
         solution = without_idle_work(placement, solution)
         self._warm_starts[_shape(placement)] = solution.warm_start
@@ -455,6 +466,7 @@ class Planner:
         time_limit_seconds: float,
         below_us: float,
         warm_start: WarmStart | None,
+        most_parts: float,
     ) -> Solution:
         try:
             return solve(
@@ -465,6 +477,7 @@ class Planner:
                 warm_start=warm_start,
                 rivals=expert_rivals(placement, self._pins()),
                 below_us=below_us,
+                most_parts=most_parts,
             )
         except (ForbiddenPairsError, MemoryBudgetError) as error:
             raise explained(error, placement, request, self.mesh) from error

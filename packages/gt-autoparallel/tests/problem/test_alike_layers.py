@@ -238,9 +238,9 @@ def test_counted_layers_cost_no_more_than_alike_ones_and_keep_the_budget(share: 
     assert audit_plan(counted).relative_error < 1e-9
 
 
-@pytest.mark.parametrize(("seconds", "is_searched"), [(60.0, True), (0.0, False)])
+@pytest.mark.parametrize(("below_us", "is_searched"), [(math.inf, True), (1e9, False)])
 def test_layers_that_do_the_same_are_looked_for_where_a_mixture_is_not_proven(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, is_searched: bool
+    monkeypatch: pytest.MonkeyPatch, below_us: float, is_searched: bool
 ) -> None:
     found: list[MixedSolution] = []
 
@@ -253,7 +253,7 @@ def test_layers_that_do_the_same_are_looked_for_where_a_mixture_is_not_proven(
                 mixture=mixture,
                 lower_bound_us=0.9 * mixture.objective_us,
                 gap=0.1,
-                seconds=seconds,
+                seconds=0.0,
                 memory_prices=(),
                 warm_start=start,
             )
@@ -263,7 +263,10 @@ def test_layers_that_do_the_same_are_looked_for_where_a_mixture_is_not_proven(
     alike = plan(0.6, 0.0)
     monkeypatch.setattr("gt_autoparallel.planner.solve_mixed", dear)
     of_mixture = planner().find(
-        constraints=FROM_LOADER, memory_budget_bytes=budget(0.6), relative_gap=0.01
+        constraints=FROM_LOADER,
+        memory_budget_bytes=budget(0.6),
+        relative_gap=0.01,
+        below_us=below_us,
     )
     begun_at = found[-1].mixture
     assert begun_at is not None

@@ -109,7 +109,8 @@ def test_reductions_count_for_a_plan_that_would_exceed_the_budget_there() -> Non
         found = of_loss.find(constraints=whole, memory_budget_bytes=budget, relative_gap=1e-3)
         searched.append(sum("choices" in line for line in lines))
         assert sum(found.memory.at_reduction.values()) <= budget
-    assert searched == [1, 2]
+    # Each once more for layers that do the same, since no mixture is proven.
+    assert searched == [1 + 1, 2 + 1]
 
 
 def test_without_recomputation_the_same_budget_is_out_of_reach() -> None:

@@ -101,6 +101,34 @@ def test_agrees_with_highs_alone_on_medium_problems(
     assert solution.proven
 
 
+@pytest.mark.parametrize(
+    ("num_variables", "most_parts", "expected"),
+    [
+        (40, 1, {"ended after part 1"}),
+        (30, 2, {"no choice was found up to part 2 of the problem"}),
+    ],
+)
+def test_ends_after_as_many_parts_as_were_asked_for(
+    num_variables: int, most_parts: int, expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("gt_autoparallel.solver.solve")
+    monkeypatch.setattr(module, "SearchSettings", lambda: STAGES["branching to small parts"])
+    said = set()
+    for seed in range(15):
+        problem = random_problem(seed, num_variables=num_variables, tightness=0.5, forbidden=0.0)
+        best = solve(problem).objective_us
+        try:
+            found = solve(problem, most_parts=most_parts)
+        except SolverError as error:
+            said.add(str(error))
+            continue
+        assert found.lower_bound_us <= best * (1 + 1e-9)
+        assert best <= found.objective_us * (1 + 1e-9)
+        if not found.proven:
+            said.add(found.method.partition(", ")[2])
+    assert said == expected
+
+
 @pytest.fixture(scope="module")
 def transformer() -> Problem:
     return transformer_problem((4,), batch=4, sequence=1024, features=512, hidden=2048, chain=2)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 
-from gt_autoparallel.errors import DearPlacementError, OutOfTimeError
+from gt_autoparallel.errors import DearPlacementError, OutOfTimeError, SolverError
 from gt_autoparallel.solver.arc_consistency import make_arc_consistent
 from gt_autoparallel.solver.bounding import SearchSettings
 from gt_autoparallel.solver.deadline import Deadline
@@ -38,6 +38,7 @@ def solve(
     warm_start: WarmStart | None = None,
     rivals: Sequence[Rival] = (),
     below_us: float = math.inf,
+    most_parts: float = math.inf,
 ) -> Solution:
     """Finds the choice of least cost that keeps every budget.
 
@@ -57,12 +58,15 @@ def solve(
             time limit.
         below_us: choices that cost this or more are not looked for. One that is found may cost more
             all the same, if the gap ends the search before it is known whether all do.
+        most_parts: of the problem, after which the best choice yet is returned with its gap; 1:
+            nothing is branched.
 
     Raises:
         PlacementInputError: the problem's arrays do not fit each other.
         ForbiddenPairsError: no combination avoids the forbidden options and pairs.
         MemoryBudgetError: combinations exist, but each exceeds a budget.
         OutOfTimeError: the time limit passed before any choice was found.
+        SolverError: as many parts as were asked for were looked at before that.
         DearPlacementError: every choice costs ``below_us`` or more.
     """
     check_problem(problem, rivals)
@@ -85,6 +89,7 @@ def solve(
         settings=SearchSettings(),
         start=start,
         below_us=less_by(below_us, PRECISION),
+        most_parts=most_parts,
     )
     search.seconds["reduce"] = time.perf_counter() - start
     if warm_start is not None:
@@ -107,6 +112,8 @@ def solve(
                 deadline=min(deadline, ended + most),
             )
     if search.incumbent.objective_us == math.inf:
+        if search.num_parts >= most_parts:
+            raise SolverError(f"no choice was found up to part {search.num_parts} of the problem")
         raise OutOfTimeError(time_limit_seconds)
     with search.timed("ties"):
         left = deadline - time.perf_counter()
@@ -118,13 +125,14 @@ def _solution(search: Search, start: float) -> Solution:
     found = evaluate(search.problem, search.incumbent.choices)
     # The search may end exactly at the gap asked for; rounding must not call that too much.
     proven = search.relative_gap <= max(search.gap, PROOF_GAP) * (1.0 + 1e-9)
+    ended = "by the time limit" if search.deadline.is_over() else f"after part {search.num_parts}"
     return Solution(
         choices=search.incumbent.choices,
         objective_us=found.objective_us,
         lower_bound_us=search.lower_bound_us,
         gap=search.relative_gap,
         proven=proven,
-        method=search.method if proven else f"{search.method}, ended by the time limit",
+        method=search.method if proven else f"{search.method}, ended {ended}",
         seconds={**search.seconds, "total": time.perf_counter() - start},
         memory_bytes=found.memory_bytes,
         memory_prices=tuple(search.prices.memory.tolist()),
