@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from planned_models import MESH, NormedBlock, Stack
+from random_graphs import GraphWriter, spec
 from torch import nn
 
 from gt_autoparallel.audit.layer_turns import backward_turns, parameters_read_elsewhere
@@ -12,6 +13,7 @@ from gt_autoparallel.graph.layer_turns import NO_TURNS, layer_turns
 from gt_autoparallel.graph.placement_graph import PlacementGraph
 
 WIDTH = 8
+mm, add = torch.ops.aten.mm.default, torch.ops.aten.add.Tensor
 
 
 def graph_of(model: nn.Module) -> PlacementGraph:
@@ -101,6 +103,29 @@ def test_gradients_come_in_turn_but_for_those_of_parameters_that_others_read() -
     }
     assert parameters_read_elsewhere(graph.nodes) == {"layers.1.up.weight"}
     assert parameters_read_elsewhere(graph_of(Stack(2, WIDTH)).nodes) == set()
+
+
+def test_where_the_backward_begins_with_the_first_layer_none_has_a_turn() -> None:
+    writer, square = GraphWriter(), [spec(8, 8)]
+    x = writer.add("input", "x", outputs=square, name="x")
+    weights, results = {}, []
+    for module in ("layers.0", "layers.1"):
+        name = f"{module}.w"
+        weights[module] = writer.add("parameter", name, outputs=square, name=name, module=module)
+        results.append(
+            writer.add("operator", mm, x, weights[module], outputs=square, module=module)
+        )
+    writer.add("output", "output", writer.add("operator", add, *results, outputs=square))
+    backward: dict[str, str] = {"phase": "backward"}
+    gradient = writer.add("tangent", "output/tangent", outputs=square, **backward)
+    for module in weights:
+        of_weight = writer.add(
+            "operator", mm, x, gradient, outputs=square, module=module, **backward
+        )
+        writer.add("gradient", f"{module}.w", of_weight, module=module, **backward)
+    graph = writer.graph({})
+    assert layer_turns(graph) == NO_TURNS
+    assert backward_turns(graph.nodes) == []
 
 
 def test_without_a_backward_nothing_has_a_turn() -> None:

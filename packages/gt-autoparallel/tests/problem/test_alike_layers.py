@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from plan_doubles import S0, R
-from planned_models import MESH, Stack
+from planned_models import MESH, Block, Stack
+from torch import nn
 
 from gt_autoparallel.audit import audit_plan
 from gt_autoparallel.find import planner_of_model
@@ -191,6 +192,44 @@ def test_layers_that_give_back_least_stand_first_and_in_another_order_rows_say_t
         reversed_exceed += account_of(most_first, mixture, request).total > by_rows
     assert in_turn > 5
     assert reversed_exceed > 20
+
+
+class Alternating(nn.Module):
+    """Wide and narrow layers, one of each in turn; narrow ones come before all others and last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = [number in (2, 4, 6) for number in range(9)]
+        self.layers = nn.ModuleList([Block(256) if each else Narrow(256, 32) for each in wide])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Narrow(Block):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__(width)
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+
+def test_of_kinds_of_layers_that_alternate_rows_count_no_less_than_a_plan_takes() -> None:
+    """The fullest moment is the turn of the first wide layer, between narrow ones."""
+    with torch.device("meta"):
+        mixed = planner_of_model(Alternating(), MESH, (torch.empty(32, 256),))
+    replicated = replace(FROM_LOADER, parameters={"*": [R]})
+    request = ResolvedRequest(
+        constraints=resolve_constraints(replicated, mixed.graph, MESH), memory_budget_bytes=2**40
+    )
+    placement = mixed.problem(request)
+    assert [block.size for block in placement.problem.blocks] == [4, 3]
+    options = mixed.find(constraints=replicated).options
+    memory = requested_memory(mixed.graph, options, MESH, request, recomputed=())
+    assert min(memory.let_go_in_backward, memory.to_come_in_backward) > 0
+    by_rows = max(evaluate(placement.problem, placement.solution_of(options)).memory_bytes)
+    assert memory.total <= by_rows <= 1.05 * memory.total
 
 
 @pytest.mark.parametrize("runs", [(7, 6, 5, 4, 3, 2, 1, 0), (3, 0, 6, 1, 7, 2, 5, 4)])
