@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from planned_models import MESH, NormedBlock, Stack
 from random_graphs import GraphWriter, spec
@@ -105,27 +106,49 @@ def test_gradients_come_in_turn_but_for_those_of_parameters_that_others_read() -
     assert parameters_read_elsewhere(graph_of(Stack(2, WIDTH)).nodes) == set()
 
 
-def test_where_the_backward_begins_with_the_first_layer_none_has_a_turn() -> None:
+def written(forward: str, backward: str) -> PlacementGraph:
+    """Layers that each run an operator on x where their number stands."""
     writer, square = GraphWriter(), [spec(8, 8)]
     x = writer.add("input", "x", outputs=square, name="x")
-    weights, results = {}, []
-    for module in ("layers.0", "layers.1"):
-        name = f"{module}.w"
-        weights[module] = writer.add("parameter", name, outputs=square, name=name, module=module)
-        results.append(
-            writer.add("operator", mm, x, weights[module], outputs=square, module=module)
+    weights = {}
+    for number in sorted({*forward}):
+        module = f"layers.{number}"
+        weights[number] = writer.add(
+            "parameter", f"{module}.w", outputs=square, name=f"{module}.w", module=module
         )
-    writer.add("output", "output", writer.add("operator", add, *results, outputs=square))
-    backward: dict[str, str] = {"phase": "backward"}
-    gradient = writer.add("tangent", "output/tangent", outputs=square, **backward)
-    for module in weights:
-        of_weight = writer.add(
-            "operator", mm, x, gradient, outputs=square, module=module, **backward
-        )
-        writer.add("gradient", f"{module}.w", of_weight, module=module, **backward)
-    graph = writer.graph({})
-    assert layer_turns(graph) == NO_TURNS
-    assert backward_turns(graph.nodes) == []
+    total = x
+    for number in forward:
+        module = f"layers.{number}"
+        of_layer = writer.add("operator", mm, x, weights[number], outputs=square, module=module)
+        total = writer.add("operator", add, total, of_layer, outputs=square)
+    writer.add("output", "output", total)
+    of_output = writer.add("tangent", "output/tangent", outputs=square, phase="backward")
+    gradients = {}
+    for number in backward:
+        place = {"module": f"layers.{number}", "phase": "backward"}
+        gradients[number] = writer.add("operator", mm, x, of_output, outputs=square, **place)
+    for number, gradient in gradients.items():
+        module = f"layers.{number}"
+        writer.add("gradient", f"{module}.w", gradient, module=module, phase="backward")
+    return writer.graph({})
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "turns"),
+    [
+        ("012", "210", ["layers.0", "layers.1", "layers.2"]),
+        ("012", "012", []),
+        ("01", "1010", []),
+        ("010", "10", []),
+        ("0112", "2100", ["layers.0", "layers.1", "layers.2"]),
+    ],
+)
+def test_turns_are_of_layers_that_run_in_one_stretch_forwards_and_then_backwards(
+    forward: str, backward: str, turns: list[str]
+) -> None:
+    graph = written(forward, backward)
+    assert [*layer_turns(graph).layers] == turns
+    assert backward_turns(graph.nodes) == turns[::-1]
 
 
 def test_without_a_backward_nothing_has_a_turn() -> None:

@@ -215,10 +215,13 @@ class Narrow(Block):
         self.down = nn.Linear(inner, width, bias=False)
 
 
-def test_of_kinds_of_layers_that_alternate_rows_count_no_less_than_a_plan_takes() -> None:
+@pytest.mark.parametrize("tokens", [32, 64])
+def test_of_kinds_of_layers_that_alternate_rows_count_no_less_than_a_plan_takes(
+    tokens: int,
+) -> None:
     """The fullest moment is the turn of the first wide layer, between narrow ones."""
     with torch.device("meta"):
-        mixed = planner_of_model(Alternating(), MESH, (torch.empty(32, 256),))
+        mixed = planner_of_model(Alternating(), MESH, (torch.empty(tokens, 256),))
     replicated = replace(FROM_LOADER, parameters={"*": [R]})
     request = ResolvedRequest(
         constraints=resolve_constraints(replicated, mixed.graph, MESH), memory_budget_bytes=2**40
