@@ -8,7 +8,11 @@ from planned_models import MESH, NormedBlock, Stack
 from random_graphs import GraphWriter, spec
 from torch import nn
 
-from gt_autoparallel.audit.layer_turns import backward_turns, parameters_read_elsewhere
+from gt_autoparallel.audit.layer_turns import (
+    backward_turns,
+    parameters_read_elsewhere,
+    work_of_layers,
+)
 from gt_autoparallel.find import planner_of_model
 from gt_autoparallel.graph.layer_turns import NO_TURNS, layer_turns
 from gt_autoparallel.graph.placement_graph import PlacementGraph
@@ -24,7 +28,7 @@ def graph_of(model: nn.Module) -> PlacementGraph:
 def turns_of(model: nn.Module) -> tuple[str, ...]:
     graph = graph_of(model)
     turns = layer_turns(graph)
-    assert backward_turns(graph.nodes) == [*reversed(turns.layers)]
+    assert backward_turns(work_of_layers(graph.nodes)) == [*reversed(turns.layers)]
     return turns.layers
 
 
@@ -72,7 +76,7 @@ def test_casts_of_parameters_and_gradients_may_stand_anywhere() -> None:
     casts = [node.index for node in graph.nodes if "_to_copy" in str(node.target)]
     assert len(casts) >= 2 * 6
     assert layer_turns(graph).layers == ("layers.0", "layers.1")
-    assert backward_turns(graph.nodes) == ["layers.1", "layers.0"]
+    assert backward_turns(work_of_layers(graph.nodes)) == ["layers.1", "layers.0"]
 
 
 class Frozen(Stack):
@@ -148,11 +152,11 @@ def test_turns_are_of_layers_that_run_in_one_stretch_forwards_and_then_backwards
 ) -> None:
     graph = written(forward, backward)
     assert [*layer_turns(graph).layers] == turns
-    assert backward_turns(graph.nodes) == turns[::-1]
+    assert backward_turns(work_of_layers(graph.nodes)) == turns[::-1]
 
 
 def test_without_a_backward_nothing_has_a_turn() -> None:
     nodes = [node for node in graph_of(Stack(2, WIDTH)).nodes if node.phase == "forward"]
     graph = PlacementGraph(nodes=tuple(nodes), parameter_aliases={})
     assert layer_turns(graph) == NO_TURNS
-    assert backward_turns(graph.nodes) == []
+    assert backward_turns(work_of_layers(graph.nodes)) == []

@@ -12,8 +12,8 @@
     recomputation_checks
                    what runs again in the backward may, and what it takes
     parameter_ways what stands between parameters and their users, and before their gradients
-    viewed_storage, shards
-                   whose storage a result is in; shapes of shards
+    viewed_storage, shards, scopes
+                   whose storage a result is in; shapes of shards; in which layer a node runs
 """
 
 from gt_autoparallel.audit.plan_audit import audit_plan

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from torch.utils import _pytree as pytree
 
 from gt_autoparallel.audit.parameter_ways import after_parameters, before_gradients
-from gt_autoparallel.audit.recomputation_checks import scope
+from gt_autoparallel.audit.scopes import scope
 from gt_autoparallel.audit.step_walk import step_problems
 from gt_autoparallel.graph.layouts import short_text
 from gt_autoparallel.graph.parameter_chains import ParameterMove

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gt_autoparallel.audit.parameter_ways import gathering_nodes, made_gradients
-from gt_autoparallel.audit.recomputation_checks import scope
+from gt_autoparallel.audit.scopes import is_in_layer, scope
 from gt_autoparallel.audit.shards import shard_bytes
 from gt_autoparallel.audit.viewed_storage import viewed_operand
 from gt_autoparallel.graph.placement_graph import Value
@@ -46,8 +46,7 @@ def unreduced_gradients(plan: PlacementPlan) -> Mapping[str, int]:
         layout = plan.layout(value)
         num_bytes = sum(shard_bytes(spec, layout, plan.mesh.sizes) for spec in both)
         is_summed = any(placement.is_partial() for placement in layout)
-        in_layer = any(part.isdigit() for part in nodes[value.node].module.split("."))
-        if is_summed and in_layer:
+        if is_summed and is_in_layer(nodes[value.node]):
             widest[value] = max(num_bytes, widest.get(value, 0))
     found: dict[str, int] = defaultdict(int)
     for value, num_bytes in widest.items():

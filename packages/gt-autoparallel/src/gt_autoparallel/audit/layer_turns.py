@@ -25,10 +25,14 @@ from gt_autoparallel.audit.parameter_ways import (
     before_gradients,
     gathering_nodes,
 )
-from gt_autoparallel.audit.recomputation_checks import recomputed_bytes_of_layers, scope
+from gt_autoparallel.audit.recomputation_checks import recomputed_bytes_of_layers
+from gt_autoparallel.audit.scopes import is_in_layer, scope
 from gt_autoparallel.audit.shards import shard_bytes
 from gt_autoparallel.graph.placement_graph import NodePhase, PlacementNode
 from gt_autoparallel.plan.placement_plan import PlacementPlan
+
+Work = dict[NodePhase, dict[str, tuple[int, int]]]
+"""In each phase: layers -> the first and the last node that computes for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +47,7 @@ class FullestMoment:
 
 
 def fullest_moments(
-    plan: PlacementPlan, saved: Mapping[str, int], *, graphs_in_turn: int
+    plan: PlacementPlan, saved: Mapping[str, int], work: Work, *, graphs_in_turn: int
 ) -> tuple[FullestMoment, FullestMoment]:
     """Where a layer computes again, and where one's gradients are reduced; ``saved`` by layers."""
     again, ahead, whole = (
@@ -52,7 +56,7 @@ def fullest_moments(
         unreduced_gradients(plan),
     )
     computing, reducing = [], []
-    turns = [*_turns(plan, saved)]
+    turns = [*_turns(plan, saved, work)]
     others = {*again, *whole} - {layer for layer, _, _ in turns}
     for layer, let_go, to_come in (*turns, *((other, 0, 0) for other in sorted(others))):
         computing.append(
@@ -71,24 +75,35 @@ def fullest_moments(
     return most, _most(reducing) or FullestMoment(let_go=most.let_go, to_come=most.to_come)
 
 
-def work_of_layers(
-    nodes: Sequence[PlacementNode], phase: NodePhase
-) -> Mapping[str, tuple[int, int]]:
-    """Layers -> the first and the last node that computes for them in a phase."""
+def work_of_layers(nodes: Sequence[PlacementNode]) -> Work:
+    """When layers compute."""
     aside = after_parameters(nodes) | before_gradients(nodes)
-    found: dict[str, tuple[int, int]] = {}
+    found: Work = {"forward": {}, "backward": {}}
     for node in nodes:
-        computes = node.phase == phase and node.kind in ("operator", "experts")
-        in_layer = any(part.isdigit() for part in node.module.split("."))
-        if computes and in_layer and node.index not in aside:
-            first, _ = found.get(scope(node), (node.index, node.index))
-            found[scope(node)] = (first, node.index)
+        if node.kind not in ("operator", "experts") or not is_in_layer(node):
+            continue
+        if node.index not in aside:
+            layer, of_phase = scope(node), found[node.phase]
+            first, _ = of_phase.get(layer, (node.index, node.index))
+            of_phase[layer] = (first, node.index)
     return found
 
 
-def _turns(plan: PlacementPlan, saved: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
+def backward_turns(work: Work) -> list[str]:
+    """Layers in the order in which the backward takes them; none if they take no turns."""
+    before, after = work["forward"], work["backward"]
+    layers = sorted(before.keys() & after.keys(), key=lambda layer: after[layer])
+    for early, late in pairwise(layers):
+        if after[early][1] > after[late][0] or before[late][1] > before[early][0]:
+            return []
+    return layers
+
+
+def _turns(
+    plan: PlacementPlan, saved: Mapping[str, int], work: Work
+) -> Iterator[tuple[str, int, int]]:
     """Layers with what has been let go of in their turn, and what gradients are to come."""
-    layers = backward_turns(plan.graph.nodes) if plan.request.microbatches is None else []
+    layers = backward_turns(work) if plan.request.microbatches is None else []
     gradients = dict.fromkeys(layers, 0)
     read_elsewhere = parameters_read_elsewhere(plan.graph.nodes)
     for node in plan.graph.of_kind("gradient"):
@@ -102,16 +117,6 @@ def _turns(plan: PlacementPlan, saved: Mapping[str, int]) -> Iterator[tuple[str,
         to_come -= gradients[layer]
         yield layer, let_go, to_come
         let_go += saved.get(layer, 0)
-
-
-def backward_turns(nodes: Sequence[PlacementNode]) -> list[str]:
-    """Layers in the order in which the backward takes them; none if they take no turns."""
-    before, after = work_of_layers(nodes, "forward"), work_of_layers(nodes, "backward")
-    layers = sorted(before.keys() & after.keys(), key=lambda layer: after[layer])
-    for early, late in pairwise(layers):
-        if after[early][1] > after[late][0] or before[late][1] > before[early][0]:
-            return []
-    return layers
 
 
 def parameters_read_elsewhere(nodes: Sequence[PlacementNode]) -> set[object]:

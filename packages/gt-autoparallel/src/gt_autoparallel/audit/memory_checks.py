@@ -24,7 +24,7 @@ from dataclasses import fields, replace
 
 from gt_autoparallel.audit.layer_turns import fullest_moments, work_of_layers
 from gt_autoparallel.audit.parameter_ways import gathering_nodes, made_gradients
-from gt_autoparallel.audit.recomputation_checks import scope
+from gt_autoparallel.audit.scopes import scope
 from gt_autoparallel.audit.shards import shard_bytes
 from gt_autoparallel.audit.viewed_storage import viewed_operand
 from gt_autoparallel.graph.placement_graph import Value
@@ -60,8 +60,9 @@ def recounted_memory(plan: PlacementPlan) -> MemoryBreakdown:
         else sum(_sums(plan).values())
     )
     request = plan.request
-    saved = _saved_bytes(plan)
-    backward, reduction = fullest_moments(plan, saved, graphs_in_turn=_graphs_in_turn(plan))
+    work = work_of_layers(graph.nodes)
+    saved = _saved_bytes(plan, work["backward"])
+    backward, reduction = fullest_moments(plan, saved, work, graphs_in_turn=_graphs_in_turn(plan))
     return MemoryBreakdown(
         parameters=parameters,
         gradients=_with_new_ones(plan, gradients),
@@ -93,10 +94,9 @@ def _graphs_in_turn(plan: PlacementPlan) -> int:
     return 1 if microbatches is None else microbatches.num_graphs
 
 
-def _saved_bytes(plan: PlacementPlan) -> Mapping[str, int]:
+def _saved_bytes(plan: PlacementPlan, turn_of: Mapping[str, tuple[int, int]]) -> Mapping[str, int]:
     """What each layer has saved until its turn; under no name what is read even later."""
     nodes, runs_again = plan.graph.nodes, frozenset(plan.recomputed)
-    turn_of = work_of_layers(nodes, "backward")
     read_last: dict[object, int] = {}
     thinned = {nodes[index].target for index in runs_again if nodes[index].phase == "backward"}
     bytes_of_storage: dict[object, int] = {}

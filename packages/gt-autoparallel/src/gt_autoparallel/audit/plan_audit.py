@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from gt_autoparallel.argument_checks import check_arguments
 from gt_autoparallel.audit.cost_checks import CostWalk
-from gt_autoparallel.audit.memory_checks import memory_problems, recounted_memory
+from gt_autoparallel.audit.memory_checks import memory_problems
 from gt_autoparallel.audit.node_checks import (
     OfferedOptions,
     constraint_problems,
@@ -87,7 +87,7 @@ def audit_plan(plan: PlacementPlan, *, offered: OfferedOptions | None = None) ->
     return AuditReport(
         total_us=walk.total_us,
         objective_us=plan.solver.objective_us,
-        memory=recounted_memory(plan),
+        memory=plan.memory,  # all parts of which were counted again
         num_nodes=len(plan.graph.nodes),
         num_redistributions=walk.num_redistributions,
         num_steps=walk.num_steps,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+from gt_autoparallel.audit.scopes import is_in_layer, scope
 from gt_autoparallel.audit.shards import shard_bytes
 from gt_autoparallel.audit.viewed_storage import viewed_operand
 from gt_autoparallel.graph.placement_graph import PlacementNode, Value
@@ -60,13 +61,6 @@ def recomputed_bytes_of_layers(plan: PlacementPlan) -> Mapping[str, int]:
     return of_scope
 
 
-def scope(node: PlacementNode) -> str:
-    """The layer, or the module at the top, in which a node runs."""
-    parts = node.module.split(".")
-    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
-    return (".".join(parts[: numbers[0] + 1]) if numbers else parts[0]) or "model"
-
-
 def _reason_against(
     plan: PlacementPlan, node: PlacementNode, readers: dict[int, list[PlacementNode]]
 ) -> str | None:
@@ -75,7 +69,7 @@ def _reason_against(
         return "it is no computation of the forward"
     if node.kind != "experts" and not may_run_twice(node):
         return "its operator may give something else the second time"
-    if not any(part.isdigit() for part in node.module.split(".")):
+    if not is_in_layer(node):
         return "it is in no layer"
     if node.kind == "experts":
         others = [n for n in plan.graph.of_kind("experts") if n.target == node.target]
