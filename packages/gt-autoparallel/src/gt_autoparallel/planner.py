@@ -258,8 +258,6 @@ class Planner:
             placement = self.problem(request, all_moments=all_moments)
             if request.recomputes and relative_gap > 0:
                 mixed = self._mixed(placement, relative_gap, ends, free.options, below_us)
-                if mixed is not None and self._memory(request, mixed).total > budget:
-                    return mixed  # of a problem with few rows
                 if mixed is not None:
                     return self._or_alike(mixed, request, relative_gap, ends, below_us)
             left = max(ends - time.perf_counter(), least)
@@ -336,9 +334,11 @@ class Planner:
         It is a mixture, too, which a search that ended with a gap may have missed. A search that
         must find something below another plan's cost is no better for it.
         """
-        left = ends - time.perf_counter()
+        left, budget = ends - time.perf_counter(), request.memory_budget_bytes
         if mixed.report.proven or left <= 0 or below_us < math.inf:
             return mixed
+        if budget is None or self._memory(request, mixed).total > budget:
+            return mixed  # of a problem with few rows
         placement, cutoff = self.problem(request), mixed.report.objective_us
         try:
             alike = self._solved(

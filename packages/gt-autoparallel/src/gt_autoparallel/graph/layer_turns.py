@@ -40,9 +40,9 @@ def layer_turns(graph: PlacementGraph) -> LayerTurns:
     None has a turn if one has not: a layer that runs twice, or partly before another one and partly
     after it, may need at any time what others have saved.
     """
+    computing = computing_nodes(graph)
     in_forward, in_backward = (
-        [layer_of_module(node.module) for node in computing_nodes(graph, phase)]
-        for phase in _PHASES
+        [layer_of_module(node.module) for node in computing[phase]] for phase in _PHASES
     )
     both = {layer for layer in in_forward if layer is not None} & {*in_backward}
     forward, backward = (
@@ -60,14 +60,14 @@ def layer_turns(graph: PlacementGraph) -> LayerTurns:
     return LayerTurns(layers=tuple(filter(None, forward)), gradients=gradients)
 
 
-def computing_nodes(graph: PlacementGraph, phase: NodePhase) -> list[PlacementNode]:
-    """What computes in a phase, in order; neither what gathers parameters nor after gradients."""
+def computing_nodes(graph: PlacementGraph) -> Mapping[NodePhase, list[PlacementNode]]:
+    """What computes in each phase, in order; not what gathers parameters, nor after gradients."""
     aside = {*parameter_chains(graph), *gradient_chains(graph)}
-    return [
-        node
-        for node in graph.nodes
-        if node.phase == phase and node.kind in ("operator", "experts") and node.index not in aside
-    ]
+    found: dict[NodePhase, list[PlacementNode]] = {phase: [] for phase in _PHASES}
+    for node in graph.nodes:
+        if node.kind in ("operator", "experts") and node.index not in aside:
+            found[node.phase].append(node)
+    return found
 
 
 def _readers_of_parameters(graph: PlacementGraph) -> Mapping[str, set[str | None]]:

@@ -70,9 +70,10 @@ def memory_over_step(plan: PlacementPlan) -> tuple[MemoryAt, ...]:
 def _windows_in_order(plan: PlacementPlan) -> tuple[list[str], list[str]]:
     """Names of windows of the forward and of the backward; what computes nothing stands first."""
     place: dict[str, int] = {}
-    for node in reversed(computing_nodes(plan.graph, "forward")):
+    computing = computing_nodes(plan.graph)
+    for node in reversed(computing["forward"]):
         place[window_name(node)] = node.index
-    for node in computing_nodes(plan.graph, "backward"):
+    for node in computing["backward"]:
         place[window_name(node)] = node.index
     names = sorted((window.name for window in plan.windows), key=lambda name: place.get(name, 0))
     return (
