@@ -42,8 +42,10 @@ from gt_autoparallel.problem.constraints import (
     ResolvedRequest,
     resolve_constraints,
 )
-from gt_autoparallel.solver import Solution, WarmStart, solve
+from gt_autoparallel.problem.infeasible_requests import explained
+from gt_autoparallel.solver import MemoryBudgetError, Solution, WarmStart, solve
 from gt_autoparallel.solver.mixed_search import MixedSolution
+from gt_autoparallel.solver.solution import MemoryShortage
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 MESH = MeshShape(names=("data",), sizes=(4,))
@@ -238,6 +240,23 @@ def test_a_budget_that_each_moment_alone_could_keep_is_not_called_less_than_any_
     )
     found = stack.find(constraints=wanted, memory_budget_bytes=of_one_placement)
     assert found.memory.total == of_one_placement
+
+
+def test_an_error_beside_a_plan_that_keeps_the_budget_says_what_the_search_counts(
+    planner: Planner,
+) -> None:
+    request = ResolvedRequest(memory_budget_bytes=2**30)
+    placement = planner.problem(request)
+    choices = placement.solution_of(planner.find().options)
+    shortage = MemoryShortage(
+        row="a row", budget_bytes=2**30, minimum_bytes=2**30 + 1, choices=choices
+    )
+    error = MemoryBudgetError("", shortages=(shortage,), jointly=True, frugal=choices)
+    said = str(explained(error, placement, request, MESH)).splitlines()[0]
+    assert said.startswith(
+        "no placement was found that keeps the memory budget of 1.000 GiB a rank, as the search "
+        "counts a little more than plans take where kinds of layers alternate; one takes "
+    )
 
 
 def test_half_of_the_time_is_kept_for_all_rows_and_an_error_names_the_limit_asked_for(

@@ -14,6 +14,7 @@ def memory_of(
     layers = tuple(f"layers.{place}" for place in range(len(saved)))
     return LayerMemory(
         saved={**dict(zip(layers, saved, strict=True)), "norm": 1000},
+        read_late={},
         again=dict(zip(layers, again, strict=True)),
         ahead={},
         unreduced=dict.fromkeys(layers, unreduced),
@@ -44,6 +45,7 @@ def test_at_a_reduction_what_the_layer_saved_is_gone_too() -> None:
 def test_without_layers_in_turn_everything_counts() -> None:
     memory = LayerMemory(
         saved={"layers.0": 5, "layers.1": 5},
+        read_late={},
         again={"layers.0": 3, "layers.1": 2},
         ahead={"layers.1": 2},
         unreduced={},

@@ -9,7 +9,8 @@ time. Since nothing else of activations counts, each layer is also looked at as 
 turn yet: all is saved, and it alone has gradients.
 
 Where layers take no turns, or a step runs the graph for several microbatches, everything is there
-at any moment.
+at any moment, but for what a layer saved where its backward ends. What is read even later is not
+let go of.
 """
 
 from __future__ import annotations

@@ -12,8 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-from gt_autoparallel.graph.layer_names import layer_of_module
-from gt_autoparallel.graph.parameter_chains import gradient_chains, parameter_chains
+from gt_autoparallel.graph.layer_names import layer_of_module, window_scope
+from gt_autoparallel.graph.parameter_chains import (
+    gradient_chains,
+    is_view_like,
+    parameter_chains,
+)
 from gt_autoparallel.graph.placement_graph import NodePhase, PlacementGraph, PlacementNode
 
 _PHASES: tuple[NodePhase, NodePhase] = ("forward", "backward")
@@ -30,8 +34,12 @@ class LayerTurns:
     """Gradient nodes -> the layer in whose turn they come. A parameter that anything outside of its
     layer reads has parts of its gradient earlier, and is not among them."""
 
+    ends: Mapping[str, int]
+    """Layers -> the last node that computes for them in the backward; of all layers that have
+    one. What is read later, of what a layer saved, does not go with it."""
 
-NO_TURNS = LayerTurns(gradients={})
+
+NO_TURNS = LayerTurns(gradients={}, ends={})
 
 
 def layer_turns(graph: PlacementGraph) -> LayerTurns:
@@ -49,15 +57,36 @@ def layer_turns(graph: PlacementGraph) -> LayerTurns:
         [layer for layer, _ in groupby(layer for layer in layers if layer in both)]
         for layers in (in_forward, in_backward)
     )
+    ends = {window_scope(node): node.index for node in computing["backward"]}
     if len(both) != len(forward) or forward != backward[::-1]:
-        return NO_TURNS
+        return LayerTurns(gradients={}, ends=ends)
     readers = _readers_of_parameters(graph)
     gradients = {}
     for node in graph.of_kind("gradient"):
         layer = layer_of_module(node.module)
         if layer in both and readers[str(node.target)] <= {layer}:
             gradients[node.index] = layer
-    return LayerTurns(layers=tuple(filter(None, forward)), gradients=gradients)
+    return LayerTurns(layers=tuple(filter(None, forward)), gradients=gradients, ends=ends)
+
+
+def read_late(graph: PlacementGraph, turns: LayerTurns) -> frozenset[int]:
+    """Nodes of the forward that the backward may read after the end of their layer's.
+
+    Whoever reads a view may read what it views.
+    """
+    read_last = [0] * len(graph.nodes)
+    for node in reversed(graph.nodes):
+        reads_until = node.index if node.phase == "backward" else 0
+        if is_view_like(node) and node.phase == "forward":
+            reads_until = read_last[node.index]
+        for value in node.operands:
+            read_last[value.node] = max(read_last[value.node], reads_until)
+    return frozenset(
+        node.index
+        for node in graph.nodes
+        if node.phase == "forward"
+        and read_last[node.index] > turns.ends.get(window_scope(node), len(graph.nodes))
+    )
 
 
 def computing_nodes(graph: PlacementGraph) -> Mapping[NodePhase, list[PlacementNode]]:

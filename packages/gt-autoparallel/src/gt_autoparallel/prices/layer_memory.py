@@ -5,8 +5,9 @@ have no gradients yet. By that alone too little would count: gradients of activa
 account, and are most where nothing is let go of. So each layer counts at two moments: with all that
 is saved and no layer's gradients but its own, and in its turn, with what the layers up to it saved
 and the gradients of those from it on. Of layers that are alike those moments are fullest for the
-last one and for the first. What is outside of layers counts at any moment, and so does everything
-of layers that take no turns (``graph.layer_turns``).
+last one and for the first. What is outside of layers counts at any moment. Where layers take no
+turns (``graph.layer_turns``) everything does, but for what a layer saved where its backward ends.
+What is read even later stays there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from gt_autoparallel.graph.layer_turns import NO_TURNS, layer_turns
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.parameter_chains import is_view_like
-from gt_autoparallel.graph.placement_graph import PlacementGraph
+from gt_autoparallel.graph.placement_graph import PlacementGraph, Value
 from gt_autoparallel.prices.experts import experts_inner_bytes, experts_product_bytes
 from gt_autoparallel.prices.microbatches import (
     Microbatches,
@@ -66,6 +67,9 @@ class LayerMemory:
     saved: Mapping[str, int]
     """What the forward makes and the backward reads."""
 
+    read_late: Mapping[str, int]
+    """Of that, what is read after the end of the layer's backward."""
+
     again: Mapping[str, int]
     """What the backward computes again; of several graphs that take turns, this one's part."""
 
@@ -103,7 +107,7 @@ class LayerMemory:
             [
                 BackwardMoment(
                     made=self.unreduced[layer] + self.ahead.get(layer, 0),
-                    let_go=let_go + self.saved.get(layer, 0),
+                    let_go=let_go + self._let_go(layer),
                     to_come=to_come,
                 )
                 for layer, let_go, to_come in self._turns()
@@ -116,14 +120,18 @@ class LayerMemory:
         for scope in self.again.keys() | self.unreduced.keys():
             if scope not in self.layers:
                 yield scope, 0, 0
-        earlier, later = 0, sum(self.saved.get(layer, 0) for layer in self.layers)
+        earlier, later = 0, sum(map(self._let_go, self.layers))
         in_all = sum(self.gradients.values())
         for layer in self.layers:
             own = self.gradients.get(layer, 0)
-            later -= self.saved.get(layer, 0)
+            later -= self._let_go(layer)
             yield layer, 0, in_all - own
             yield layer, later, earlier
             earlier += own
+
+    def _let_go(self, layer: str) -> int:
+        """What a layer saved and lets go of at the end of its backward."""
+        return self.saved.get(layer, 0) - self.read_late.get(layer, 0)
 
 
 def _fullest(moments: Sequence[BackwardMoment]) -> BackwardMoment | None:
@@ -147,6 +155,7 @@ def layer_memory(
     gathered = gathered_parameters(graph)
     reduced = accumulated_gradients(graph) if microbatches is None else {}
     saved: dict[str, int] = defaultdict(int)
+    late: dict[str, int] = defaultdict(int)
     again: dict[str, int] = defaultdict(int)
     ahead: dict[str, int] = defaultdict(int)
     unreduced: dict[str, int] = defaultdict(int)
@@ -174,16 +183,23 @@ def layer_memory(
         if node.index not in storages.kept:
             continue
         num_copies = 1 if microbatches is not None and node.index in gathered else num_live
+        end = turns.ends.get(scope, len(graph.nodes))
+        read_last = {
+            position: storages.read_last.get(Value(node.index, position), 0)
+            for position in storages.kept[node.index]
+        }
         if is_view_like(node):
             moved = layout_bytes(graph.spec(node.operands[0]), option.operands[0], mesh)
             saved[scope] += moved * num_copies
-        else:
-            saved[scope] += num_copies * sum(
-                layout_bytes(node.outputs[position], option.outputs[position], mesh)
-                for position in storages.kept[node.index]
-            )
+            late[scope] += moved * num_copies * (max(read_last.values()) > end)
+            continue
+        for position, last in read_last.items():
+            kept = layout_bytes(node.outputs[position], option.outputs[position], mesh)
+            saved[scope] += kept * num_copies
+            late[scope] += kept * num_copies * (last > end)
     return LayerMemory(
         saved=saved,
+        read_late=late,
         again={scope: size // num_graphs for scope, size in again.items()},
         ahead=ahead,
         unreduced=unreduced,

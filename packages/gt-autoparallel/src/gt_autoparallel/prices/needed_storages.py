@@ -27,12 +27,17 @@ class NeededStorages:
     reads besides their operands; their result is kept if it is needed. A backward of routed experts
     among them makes again what lies between the products of its forward."""
 
+    read_last: Mapping[Value, int]
+    """Values that the backward reads, themselves or what lies in their storage -> the last node of
+    the backward that does."""
+
 
 def needed_storages(
     graph: PlacementGraph, options: Sequence[NodeOption], recomputed: Collection[int]
 ) -> NeededStorages:
     """Find what the backward, and what of ``recomputed`` runs again for it, need of the forward."""
     needed: set[Value] = set()
+    read_last: dict[Value, int] = {}
     again: list[int] = []
     kept: dict[int, tuple[int, ...]] = {}
     aliased: set[int] = set()
@@ -40,6 +45,8 @@ def needed_storages(
     for node in reversed(graph.nodes):
         if node.phase == "backward":
             needed.update(node.operands)
+            for value in node.operands:
+                read_last.setdefault(value, node.index)
             if node.kind == "experts" and node.index in recomputed:
                 again.append(node.index)
             continue
@@ -61,6 +68,13 @@ def needed_storages(
             if options[source.node].outputs[source.output] == options[node.index].operands[0]:
                 aliased.add(node.index)
                 needed.add(source)
+                of_views = (read_last.get(Value(node.index, each), 0) for each in outputs)
+                read_last[source] = max(read_last.get(source, 0), *of_views)
                 continue
         kept[node.index] = outputs
-    return NeededStorages(kept=kept, aliased=frozenset(aliased), recomputed=tuple(reversed(again)))
+    return NeededStorages(
+        kept=kept,
+        aliased=frozenset(aliased),
+        recomputed=tuple(reversed(again)),
+        read_last=read_last,
+    )

@@ -67,7 +67,13 @@ def _shortage(
     shortage = max(error.shortages, key=lambda each: each.minimum_bytes)
     budget, least = shortage.budget_bytes, shortage.minimum_bytes
     too_small = f"the memory budget of {_size(budget)} a rank is too small"
-    if error.jointly:
+    if error.jointly and smallest.total <= budget:
+        said = (
+            f"no placement was found that keeps the memory budget of {_size(budget)} a rank, as "
+            "the search counts a little more than plans take where kinds of layers alternate; "
+            f"one takes {_size(smallest.total)}"
+        )
+    elif error.jointly:
         said = (
             f"{too_small}: placements keep it at each moment of a step, and none was found that "
             f"keeps it at all of them; one takes {_size(smallest.total)}"

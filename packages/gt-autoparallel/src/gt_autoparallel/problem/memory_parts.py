@@ -144,6 +144,8 @@ class MemoryBuilder:
 
     moments: Moments
     turns: LayerTurns
+    read_late: frozenset[int]
+    """Nodes that may be read after the end of their layer's backward."""
 
     def parts(self, choices: Sequence[Sequence[Choice]]) -> MemoryParts:
         """The rows of variables with these choices."""
@@ -285,7 +287,10 @@ class MemoryBuilder:
 
         A view that need not move may lie in what another layer made, whose backward is to come.
         """
-        nodes = [self.graph.nodes[index] for index in self.clustering.members[number]]
+        members = self.clustering.members[number]
+        if not self.read_late.isdisjoint(members):
+            return False
+        nodes = [self.graph.nodes[index] for index in members]
         return all(node.kind != "parameter" and self._keeps_own(node) for node in nodes)
 
     def _keeps_own(self, node: PlacementNode) -> bool:

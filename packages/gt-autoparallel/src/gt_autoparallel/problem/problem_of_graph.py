@@ -28,7 +28,7 @@ import numpy as np
 from torch.distributed.tensor import Placement
 
 from gt_autoparallel.graph.layer_names import layer_of_module
-from gt_autoparallel.graph.layer_turns import layer_turns
+from gt_autoparallel.graph.layer_turns import layer_turns, read_late
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.parameter_chains import (
@@ -295,6 +295,7 @@ def placement_problem(
                 reduced=reduced,
                 moments=moments,
                 turns=turns,
+                read_late=read_late(graph, turns),
             ),
             options_of,
         )
