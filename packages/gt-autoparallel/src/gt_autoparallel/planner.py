@@ -19,6 +19,7 @@ from gt_autoparallel.audit import audit_plan
 from gt_autoparallel.errors import (
     ConstraintError,
     DearPlacementError,
+    InfeasiblePlacementError,
     OutOfTimeError,
     SolverError,
 )
@@ -344,7 +345,7 @@ class Planner:
             alike = self._solved(
                 placement, request, relative_gap, left, cutoff, most_parts=_ALIKE_PARTS
             )
-        except SolverError:  # nothing, or nothing cheaper
+        except (SolverError, InfeasiblePlacementError):  # nothing, or nothing cheaper
             return mixed
         return cheaper_of(mixed, alike, relative_gap)
 

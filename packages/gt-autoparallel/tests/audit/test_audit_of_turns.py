@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,13 +12,21 @@ from planned_models import MESH, Stack
 from random_graphs import GraphWriter, spec
 from torch import nn
 
+from gt_autoparallel.audit.layer_turns import work_of_layers
+from gt_autoparallel.audit.memory_checks import recounted_memory, saved_bytes
 from gt_autoparallel.audit.plan_audit import audit_plan
 from gt_autoparallel.find import planner_of_model
 from gt_autoparallel.graph.graph_encoding import graph_digest
+from gt_autoparallel.graph.layer_turns import layer_turns, read_late
+from gt_autoparallel.graph.options import NodeOption
+from gt_autoparallel.graph.parameter_chains import is_view_like
 from gt_autoparallel.graph.placement_graph import PlacementGraph
 from gt_autoparallel.plan.placement_plan import ModelSignature, PlacementPlan
 from gt_autoparallel.planner import Planner
+from gt_autoparallel.prices.layer_memory import layer_memory
+from gt_autoparallel.prices.recomputability import recomputable_nodes
 from gt_autoparallel.problem.constraints import Constraints
+from gt_autoparallel.problem.requested_memory import requested_memory
 
 WIDTH, LAYERS = 64, 3
 mm = torch.ops.aten.mm.default
@@ -94,6 +103,50 @@ def test_a_gathered_weight_stays_until_the_last_layer_has_read_it(
         plan = planner.find(constraints=constraints, memory_budget_bytes=budget, relative_gap=0.02)
         assert plan.memory.total <= budget
     assert audit_plan(plan).relative_error < 1e-9
+
+
+class Shifted(nn.Module):
+    """Reads a table that its backward does not: only what runs again reads it there."""
+
+    def __init__(self, table: nn.Parameter) -> None:
+        super().__init__()
+        self.table = table
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.silu(self.up(x) + self.table).sin().exp()
+
+
+def test_what_runs_again_reads_a_gathered_weight_in_its_own_turn() -> None:
+    tokens = 256
+    table = nn.Parameter(torch.empty(tokens, WIDTH))
+    stack = Stack(LAYERS, WIDTH, runs=(2, 1, 0))  # the owner of the table has the first turn
+    stack.layers = nn.ModuleList([Shifted(table) for _ in range(LAYERS)])
+    planner = planner_of_model(stack, MESH, (torch.empty(tokens, WIDTH),))
+    graph = planner.graph
+    free = planner.find(
+        constraints=Constraints(inputs={"x": [R]}, parameters={"layers.0.table": [S0]})
+    )
+    shared = next(n.index for n in graph.nodes if n.kind == "share" and n.module == "layers.0")
+    readers = {use.consumer for use in graph.uses if use.value.node == shared}
+    assert {graph.nodes[reader].phase for reader in readers} == {"forward"}
+    of_others = [
+        node
+        for node in sorted(recomputable_nodes(graph))
+        if graph.nodes[node].module not in ("", "layers.0") and not is_view_like(graph.nodes[node])
+    ]
+    assert readers.intersection(of_others)
+    turns = layer_turns(graph)
+    assert shared not in read_late(graph, turns)
+    assert shared in read_late(graph, turns, may_run_again=of_others)
+    options = list(free.options)
+    options[shared] = NodeOption(operands=((R,),), outputs=((R,),))  # gathered
+    late = layer_memory(graph, options, MESH, recomputed=of_others).read_late["layers.0"]
+    assert late == tokens * WIDTH * 4
+    again = replace(free, options=tuple(options), recomputed=tuple(of_others))
+    account = requested_memory(graph, options, MESH, free.request, recomputed=of_others)
+    assert recounted_memory(again) == account
+    assert saved_bytes(again, work_of_layers(graph.nodes)["backward"])[""] == late
 
 
 class Product(torch.autograd.Function):

@@ -16,6 +16,7 @@ from plan_doubles import S0, R
 from planned_models import MESH, Block, Stack
 from torch import nn
 
+from gt_autoparallel import planner as planner_module
 from gt_autoparallel.audit import audit_plan
 from gt_autoparallel.find import planner_of_model
 from gt_autoparallel.graph.parameter_chains import is_view_like
@@ -28,6 +29,7 @@ from gt_autoparallel.problem.constraints import Constraints, ResolvedRequest, re
 from gt_autoparallel.problem.problem_of_graph import PlacementProblem
 from gt_autoparallel.problem.requested_memory import requested_memory
 from gt_autoparallel.solver import (
+    MemoryBudgetError,
     Mixture,
     WarmStart,
     evaluate,
@@ -37,6 +39,7 @@ from gt_autoparallel.solver import (
 from gt_autoparallel.solver.mixed_search import MixedSolution
 from gt_autoparallel.solver.mixtures import alike_mixture
 from gt_autoparallel.solver.problem import Problem
+from gt_autoparallel.solver.solution import MemoryShortage
 
 FROM_LOADER = Constraints(inputs={"x": [S0]}, outputs={"output": [S0]})
 
@@ -320,6 +323,41 @@ def test_layers_that_do_the_same_are_looked_for_where_a_mixture_is_not_proven(
         assert of_mixture.objective_us <= alike.objective_us * 1.01
     else:
         assert of_mixture.objective_us == pytest.approx(begun_at.objective_us)
+
+
+def test_a_mixture_stays_where_layers_that_do_the_same_keep_no_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = planner_module.solve
+
+    def none_below(problem: Problem, **further: Any) -> Any:
+        if further.get("most_parts", math.inf) < math.inf:
+            raise MemoryBudgetError(
+                "",
+                shortages=(
+                    MemoryShortage(
+                        row="a row",
+                        budget_bytes=1.0,
+                        minimum_bytes=2.0,
+                        choices=(0,) * len(problem.variables),
+                    ),
+                ),
+                jointly=False,
+                frugal=(0,) * len(problem.variables),
+            )
+        return original(problem, **further)
+
+    def unproven(*args: Any, **further: Any) -> MixedSolution:
+        return replace(solve_mixed(*args, **further), gap=1.0)
+
+    mixture = plan(0.6, 0.02)
+    monkeypatch.setattr(planner_module, "solve", none_below)
+    monkeypatch.setattr(planner_module, "solve_mixed", unproven)
+    found = planner().find(
+        constraints=FROM_LOADER, memory_budget_bytes=budget(0.6), relative_gap=0.02
+    )
+    assert found.objective_us == pytest.approx(mixture.objective_us, rel=0.02)
+    assert not found.solver.proven
 
 
 def test_the_bound_of_mixtures_is_below_that_of_alike_layers() -> None:

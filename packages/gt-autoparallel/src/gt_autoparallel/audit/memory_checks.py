@@ -61,7 +61,7 @@ def recounted_memory(plan: PlacementPlan) -> MemoryBreakdown:
     )
     request = plan.request
     work = work_of_layers(graph.nodes)
-    saved = _saved_bytes(plan, work["backward"])
+    saved = saved_bytes(plan, work["backward"])
     backward, reduction = fullest_moments(plan, saved, work, graphs_in_turn=_graphs_in_turn(plan))
     return MemoryBreakdown(
         parameters=parameters,
@@ -94,21 +94,22 @@ def _graphs_in_turn(plan: PlacementPlan) -> int:
     return 1 if microbatches is None else microbatches.num_graphs
 
 
-def _saved_bytes(plan: PlacementPlan, turn_of: Mapping[str, tuple[int, int]]) -> Mapping[str, int]:
+def saved_bytes(plan: PlacementPlan, turn_of: Mapping[str, tuple[int, int]]) -> Mapping[str, int]:
     """What each layer has saved until its turn; under no name what is read even later."""
     nodes, runs_again = plan.graph.nodes, frozenset(plan.recomputed)
+    read_until = _read_until(plan, runs_again)
     read_last: dict[object, int] = {}
     thinned = {nodes[index].target for index in runs_again if nodes[index].phase == "backward"}
     bytes_of_storage: dict[object, int] = {}
     for node in nodes:
         if node.phase == "forward" and node.index not in runs_again:
             continue
+        at = node.index if node.phase == "backward" else read_until[node.index]
         for value in node.operands:
             if nodes[value.node].phase == "forward":
-                read = _storage(plan, value, runs_again)
-                bytes_of_storage.update(read)
-                if node.phase == "backward":
-                    read_last.update(dict.fromkeys(read, node.index))
+                for storage, num_bytes in _storage(plan, value, runs_again).items():
+                    bytes_of_storage[storage] = num_bytes
+                    read_last[storage] = max(read_last.get(storage, 0), at)
     microbatches = plan.request.microbatches
     once = set() if microbatches is None else gathering_nodes(nodes)
     live = 1 if microbatches is None else microbatches.num_live
@@ -123,6 +124,23 @@ def _saved_bytes(plan: PlacementPlan, turn_of: Mapping[str, tuple[int, int]]) ->
         _, end = turn_of.get(scope(nodes[maker]), (0, len(nodes)))
         until = scope(nodes[maker]) if read_last.get(storage, 0) <= end else ""
         found[until] += num_bytes * (1 if maker in once else live)
+    return found
+
+
+def _read_until(plan: PlacementPlan, runs_again: Collection[int]) -> list[int]:
+    """For each node the last one of the backward that reads its result, or what is made of it."""
+    nodes, found = plan.graph.nodes, [0] * len(plan.graph.nodes)
+    for node in reversed(nodes):
+        position, until = viewed_operand(node), found[node.index]
+        if node.phase == "backward":
+            until = node.index
+        elif node.index not in runs_again:
+            stays = position is not None and (
+                plan.layout(node.operands[position]) == plan.options[node.index].operands[position]
+            )
+            until = until if stays else 0
+        for value in node.operands:
+            found[value.node] = max(found[value.node], until)
     return found
 
 

@@ -8,7 +8,7 @@ gradients home does not count, as it may stand anywhere.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -69,15 +69,19 @@ def layer_turns(graph: PlacementGraph) -> LayerTurns:
     return LayerTurns(layers=tuple(filter(None, forward)), gradients=gradients, ends=ends)
 
 
-def read_late(graph: PlacementGraph, turns: LayerTurns) -> frozenset[int]:
+def read_late(
+    graph: PlacementGraph, turns: LayerTurns, *, may_run_again: Collection[int] = ()
+) -> frozenset[int]:
     """Nodes of the forward that the backward may read after the end of their layer's.
 
-    Whoever reads a view may read what it views.
+    Whoever reads a view may read what it views, and whoever reads what runs again what that reads.
     """
     read_last = [0] * len(graph.nodes)
     for node in reversed(graph.nodes):
-        reads_until = node.index if node.phase == "backward" else 0
-        if is_view_like(node) and node.phase == "forward":
+        reads_until = 0
+        if node.phase == "backward":
+            reads_until = node.index
+        elif is_view_like(node) or node.index in may_run_again:
             reads_until = read_last[node.index]
         for value in node.operands:
             read_last[value.node] = max(read_last[value.node], reads_until)

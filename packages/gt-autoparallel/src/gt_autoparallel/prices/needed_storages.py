@@ -28,8 +28,8 @@ class NeededStorages:
     among them makes again what lies between the products of its forward."""
 
     read_last: Mapping[Value, int]
-    """Values that the backward reads, themselves or what lies in their storage -> the last node of
-    the backward that does."""
+    """Values that are needed -> the last node of the backward that reads them, what lies in their
+    storage, or what is made of them again."""
 
 
 def needed_storages(
@@ -60,6 +60,8 @@ def needed_storages(
         elif node.index in recomputed and outputs:
             again.append(node.index)
             needed.update(node.operands)
+            until = max(read_last.get(Value(node.index, each), 0) for each in outputs)
+            read_last.update({v: max(read_last.get(v, 0), until) for v in node.operands})
             continue
         if not outputs or node.kind in SOURCES:
             continue

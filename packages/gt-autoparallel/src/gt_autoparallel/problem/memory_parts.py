@@ -54,9 +54,10 @@ class MemoryParts:
 
 
 Moments = Literal["everything", "usual", "all"]
-"""Which moments of the backward have rows. Everything: whatever is there at any of them, without
-what is in flight. Usual: with all that is saved, which with more gradients than that is not the
-fullest. All: also in the turns of layers, and at reductions."""
+"""Which moments of the backward have rows. Everything: one at which all that is saved and all
+gradients count. Usual: those with all that is saved, and of layers' gradients the own ones. All:
+also the turns of layers, of which the first may be fuller where gradients are more than what is
+saved, and reductions."""
 
 
 Moment = Literal["backward", "reduction", "loss"]
@@ -85,7 +86,7 @@ def _rows_of_window(rows: Sequence[_Row]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _turns(places: Mapping[str, tuple[int, int]], window: str) -> tuple[Counted, ...]:
+def _counted_turns(places: Mapping[str, tuple[int, int]], window: str) -> tuple[Counted, ...]:
     """The turns of a kind of layers that may be fuller than any moment with all that is saved.
 
     That of the very last layer is not.
@@ -195,7 +196,7 @@ class MemoryBuilder:
             has_turns = name in takes_turns and self.moments == "all"
             further = [
                 replace(row, name=f"{name}, {turn} layer", counted=turn)
-                for turn in (_turns(places, name) if has_turns else ())
+                for turn in (_counted_turns(places, name) if has_turns else ())
             ]
             if name in takes_turns or name in making:
                 rows += [row, *further]

@@ -9,9 +9,8 @@
 
 A node of the forward may run again in the backward (``saved_storages``): its compute and its
 operands' redistributions then count a second time, in the backward's window as far as windows count
-them. Bytes have a row for each layer that may make something again, with what it makes, and one for
-the loss; under a budget one for each layer that reduces gradients, with what is in flight
-(``prices.memory``).
+them. Bytes have a row for each kind of layers and each moment of its backward that may be the
+fullest, and one for the loss (``memory_parts``).
 
 What of parameters' and gradients' own redistributions (``parameter_chains``) can hide goes to their
 windows' communication, all else counts in full. A gradient is not redistributed before its cast:
@@ -295,7 +294,13 @@ def placement_problem(
                 reduced=reduced,
                 moments=moments,
                 turns=turns,
-                read_late=read_late(graph, turns),
+                read_late=read_late(
+                    graph,
+                    turns,
+                    may_run_again={
+                        node for node, each in saved.statuses.items() if "recomputed" in each
+                    },
+                ),
             ),
             options_of,
         )
