@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.plan.placement_plan import SolverReport
+from gt_autoparallel.plan.plan_assembly import planned_times
+from gt_autoparallel.prices.costs import StepPrices
 from gt_autoparallel.problem.problem_of_graph import PlacementProblem
+from gt_autoparallel.solver import Mixture
 from gt_autoparallel.solver.solution import relative_gap as gap_of
 from gt_autoparallel.solver.solve import PROOF_GAP
 
@@ -53,6 +57,29 @@ def is_proven(gap: float, relative_gap: float) -> bool:
     return gap <= max(relative_gap, PROOF_GAP) * (1 + 1e-9)
 
 
+def idle_work_us(
+    placement: PlacementProblem,
+    solution: Sequence[int] | Mixture,
+    mesh: MeshShape,
+    prices: StepPrices,
+) -> float:
+    """What a solution costs more than its placement, in which nothing runs again for nobody.
+
+    Nodes of alike layers that other layers read share one choice in any mixture. If some of these
+    layers need such a node to run again, it is counted in all of them.
+    """
+    chosen, needed = placement.chosen_again(solution), placement.recomputed_nodes(solution)
+    if chosen == needed:
+        return 0.0
+    options = placement.options_of_nodes(solution)
+
+    def with_(recomputed: Collection[int]) -> float:
+        times = planned_times(placement.graph, mesh, options, prices, recomputed=recomputed)
+        return times.step_us
+
+    return with_(chosen) - with_(needed)
+
+
 def solver_report(
     placement: PlacementProblem,
     *,
@@ -63,11 +90,15 @@ def solver_report(
     memory_prices: Sequence[float],
     proven: bool,
 ) -> SolverReport:
-    """What a search says of itself, with the sizes of its problem; ``memory_prices`` by rows."""
+    """What a search says of itself, with the sizes of its problem; ``memory_prices`` by rows.
+
+    A placement that costs less than the bound of its search, since it leaves out work that the
+    search counted (``idle_work_us``), is its own bound.
+    """
     return SolverReport(
         objective_us=objective_us,
         # All costs are at least 0, also where time was over before there was any other bound.
-        lower_bound_us=max(lower_bound_us, 0.0),
+        lower_bound_us=max(min(lower_bound_us, objective_us), 0.0),
         method=method,
         seconds=seconds,
         num_variables=len(placement.problem.variables),

@@ -23,7 +23,13 @@ from gt_autoparallel.errors import (
     OutOfTimeError,
     SolverError,
 )
-from gt_autoparallel.found_placement import FoundPlacement, cheaper_of, is_proven, solver_report
+from gt_autoparallel.found_placement import (
+    FoundPlacement,
+    cheaper_of,
+    idle_work_us,
+    is_proven,
+    solver_report,
+)
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode
@@ -56,6 +62,7 @@ from gt_autoparallel.rules.experts import expert_options
 from gt_autoparallel.solver import (
     ForbiddenPairsError,
     MemoryBudgetError,
+    Mixture,
     Solution,
     WarmStart,
     solve,
@@ -313,8 +320,8 @@ class Planner:
             recomputed=placement.recomputed_nodes(mixture),
             report=solver_report(
                 placement,
-                objective_us=mixture.objective_us,
-                lower_bound_us=min(found.lower_bound_us, mixture.objective_us),
+                objective_us=mixture.objective_us - self._idle_us(placement, mixture),
+                lower_bound_us=found.lower_bound_us,
                 method=_COUNTED,
                 seconds=found.seconds,
                 memory_prices=found.memory_prices,
@@ -374,7 +381,7 @@ class Planner:
             recomputed=placement.recomputed_nodes(solution.choices),
             report=solver_report(
                 placement,
-                objective_us=solution.objective_us,
+                objective_us=solution.objective_us - self._idle_us(placement, solution.choices),
                 lower_bound_us=solution.lower_bound_us,
                 method=solution.method,
                 seconds=solution.seconds["total"],
@@ -382,6 +389,9 @@ class Planner:
                 proven=solution.proven,
             ),
         )
+
+    def _idle_us(self, placement: PlacementProblem, solution: Sequence[int] | Mixture) -> float:
+        return idle_work_us(placement, solution, self.mesh, self.prices)
 
     def _start(
         self, placement: PlacementProblem, near: Sequence[NodeOption], time_limit_seconds: float

@@ -360,6 +360,30 @@ def test_a_mixture_stays_where_layers_that_do_the_same_keep_no_budget(
     assert not found.solver.proven
 
 
+def test_what_one_layer_runs_again_costs_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A norm's square reads what the layer before made: all layers in between share its choice.
+    counted, num_idle = plan(0.6, 0.02), []
+    names = {f"layers.1.norm/{name}" for name in ("pow", "mean", "add", "rsqrt")}
+    more = {node.index for node in planner().graph.nodes if node.name in names}
+    recomputed = tuple(sorted({*counted.recomputed, *more}))
+    assert len(recomputed) == len(counted.recomputed) + 4
+
+    def running_more(placement: PlacementProblem, mixture: Mixture) -> Mixture:
+        found = placement.mixture_of(counted.options, recomputed)
+        num_idle.append(len(placement.chosen_again(found)) - len(recomputed))
+        assert found.objective_us > mixture.objective_us
+        return found
+
+    monkeypatch.setattr(planner_module, "mixture_without_idle_work", running_more)
+    found = planner().find(
+        constraints=FROM_LOADER, memory_budget_bytes=budget(0.6), relative_gap=0.02
+    )
+    assert num_idle == [5]
+    assert found.recomputed == recomputed
+    assert found.solver.objective_us == pytest.approx(found.objective_us, rel=1e-9)
+    assert found.solver.lower_bound_us <= found.objective_us
+
+
 def test_the_bound_of_mixtures_is_below_that_of_alike_layers() -> None:
     placement = planner().problem(request(0.6))
     found = solve_mixed(placement.problem, relative_gap=1e-6, time_limit_seconds=60.0)

@@ -10,7 +10,7 @@ Who reads it: ``apply`` (options and steps), ``audit`` (everything), ``report``,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gt_autoparallel.argument_checks import kind_problem
@@ -66,6 +66,14 @@ class PlannedWindow:
     def time_us(self) -> float:
         """What the window costs."""
         return max(self.compute_us, self.communication_us)
+
+
+def step_us(
+    windows: Sequence[PlannedWindow], redistributions: Sequence[PlannedRedistribution]
+) -> float:
+    """What a step costs: the sum of its windows and of all that no window hides."""
+    in_full = sum(each.in_full_us for each in redistributions)
+    return sum(window.time_us for window in windows) + in_full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,8 +178,7 @@ class PlacementPlan:
     @property
     def objective_us(self) -> float:
         """What the plan costs: the sum of its windows and of all that no window hides."""
-        in_full = sum(each.in_full_us for each in self.redistributions)
-        return sum(window.time_us for window in self.windows) + in_full
+        return step_us(self.windows, self.redistributions)
 
     def layout(self, value: Value) -> Layout:
         """The layout in which ``value`` leaves its node."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from gt_autoparallel.graph.layer_names import backward_window, window_name
 from gt_autoparallel.graph.layouts import MeshShape
@@ -23,6 +23,7 @@ from gt_autoparallel.plan.placement_plan import (
     PlannedRedistribution,
     PlannedWindow,
     SolverReport,
+    step_us,
 )
 from gt_autoparallel.prices.costs import StepPrices
 from gt_autoparallel.problem.constraints import ResolvedRequest
@@ -30,18 +31,29 @@ from gt_autoparallel.problem.requested_memory import requested_memory
 from gt_autoparallel.rules import replicated_operators
 
 
-def assemble_plan(
-    *,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTimes:
+    """When what runs, and how long; as a ``PlacementPlan`` has it."""
+
+    compute_us: tuple[float, ...]
+    redistributions: tuple[PlannedRedistribution, ...]
+    windows: tuple[PlannedWindow, ...]
+
+    @property
+    def step_us(self) -> float:
+        """What the step costs."""
+        return step_us(self.windows, self.redistributions)
+
+
+def planned_times(
     graph: PlacementGraph,
     mesh: MeshShape,
     options: Sequence[NodeOption],
-    recomputed: Sequence[int] = (),
     prices: StepPrices,
-    request: ResolvedRequest,
-    signature: ModelSignature,
-    solver: SolverReport,
-) -> PlacementPlan:
-    """The plan in which each node runs with its option, and ``recomputed`` nodes run twice."""
+    *,
+    recomputed: Collection[int] = (),
+) -> PlannedTimes:
+    """Times of a step in which each node runs with its option, and ``recomputed`` nodes twice."""
     runs_again = frozenset(recomputed)
     # By their first node, which is not what runs again in one.
     compute: dict[str, list[float]] = {window_name(node): [] for node in graph.nodes}
@@ -89,13 +101,9 @@ def assemble_plan(
     for each in redistributions:
         if each.window is not None:
             communication[each.window].append(each.hidden_us)
-    return PlacementPlan(
-        mesh=mesh,
-        graph=graph,
-        options=tuple(options),
-        recomputed=tuple(recomputed),
-        redistributions=tuple(redistributions),
+    return PlannedTimes(
         compute_us=tuple(compute_us),
+        redistributions=tuple(redistributions),
         windows=tuple(
             PlannedWindow(
                 name=name,
@@ -104,7 +112,31 @@ def assemble_plan(
             )
             for name, times in compute.items()
         ),
-        memory=requested_memory(graph, options, mesh, request, recomputed=runs_again),
+    )
+
+
+def assemble_plan(
+    *,
+    graph: PlacementGraph,
+    mesh: MeshShape,
+    options: Sequence[NodeOption],
+    recomputed: Sequence[int] = (),
+    prices: StepPrices,
+    request: ResolvedRequest,
+    signature: ModelSignature,
+    solver: SolverReport,
+) -> PlacementPlan:
+    """The plan in which each node runs with its option, and ``recomputed`` nodes run twice."""
+    times = planned_times(graph, mesh, options, prices, recomputed=recomputed)
+    return PlacementPlan(
+        mesh=mesh,
+        graph=graph,
+        options=tuple(options),
+        recomputed=tuple(recomputed),
+        redistributions=times.redistributions,
+        compute_us=times.compute_us,
+        windows=times.windows,
+        memory=requested_memory(graph, options, mesh, request, recomputed=frozenset(recomputed)),
         request=request,
         prices=prices,
         solver=solver,
