@@ -10,7 +10,10 @@ from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.plan.placement_plan import SolverReport
 from gt_autoparallel.plan.plan_assembly import planned_times
 from gt_autoparallel.prices.costs import StepPrices
+from gt_autoparallel.prices.memory import MemoryBreakdown
+from gt_autoparallel.problem.constraints import ResolvedRequest
 from gt_autoparallel.problem.problem_of_graph import PlacementProblem
+from gt_autoparallel.problem.requested_memory import requested_memory
 from gt_autoparallel.solver import Mixture
 from gt_autoparallel.solver.solution import relative_gap as gap_of
 from gt_autoparallel.solver.solve import PROOF_GAP
@@ -28,6 +31,7 @@ class FoundPlacement:
     recomputed: tuple[int, ...]
     """Nodes that run again in the backward, in order."""
 
+    memory: MemoryBreakdown
     report: SolverReport
 
 
@@ -57,9 +61,64 @@ def is_proven(gap: float, relative_gap: float) -> bool:
     return gap <= max(relative_gap, PROOF_GAP) * (1 + 1e-9)
 
 
-def idle_work_us(
+def found_placement(
     placement: PlacementProblem,
     solution: Sequence[int] | Mixture,
+    request: ResolvedRequest,
+    mesh: MeshShape,
+    prices: StepPrices,
+    *,
+    objective_us: float,
+    lower_bound_us: float,
+    method: str,
+    seconds: float,
+    memory_prices: Sequence[float],
+    proven: bool,
+) -> FoundPlacement:
+    """What a solution of a problem places, and what its search says of itself.
+
+    A placement that costs less than the bound of its search, since it leaves out work that the
+    search counted (``_idle_work_us``), is its own bound.
+
+    Args:
+        placement: the problem.
+        solution: a choice for each variable, or a mixture.
+        request: what the problem is for.
+        mesh: of the ranks.
+        prices: of the problem.
+        objective_us: of the solution.
+        lower_bound_us: what no solution costs less than.
+        method: what found it.
+        seconds: that the search took.
+        memory_prices: duals of the memory rows, us per byte.
+        proven: whether the gap is as small as was asked for.
+    """
+    options, recomputed = placement.options_of_nodes(solution), placement.recomputed_nodes(solution)
+    objective_us -= _idle_work_us(placement, solution, options, recomputed, mesh, prices)
+    return FoundPlacement(
+        options=options,
+        recomputed=recomputed,
+        memory=requested_memory(placement.graph, options, mesh, request, recomputed=recomputed),
+        report=SolverReport(
+            objective_us=objective_us,
+            # All costs are at least 0, also where time was over before there was any other bound.
+            lower_bound_us=max(min(lower_bound_us, objective_us), 0.0),
+            method=method,
+            seconds=seconds,
+            num_variables=len(placement.problem.variables),
+            num_options=sum(map(len, placement.choices)),
+            num_nodes=len(placement.graph.nodes),
+            memory_price_us_per_gib=abs(sum(memory_prices)) * _GIB,
+            proven=proven,
+        ),
+    )
+
+
+def _idle_work_us(
+    placement: PlacementProblem,
+    solution: Sequence[int] | Mixture,
+    options: Sequence[NodeOption],
+    recomputed: Sequence[int],
     mesh: MeshShape,
     prices: StepPrices,
 ) -> float:
@@ -68,42 +127,11 @@ def idle_work_us(
     Nodes of alike layers that other layers read share one choice in any mixture. If some of these
     layers need such a node to run again, it is counted in all of them.
     """
-    chosen, needed = placement.chosen_again(solution), placement.recomputed_nodes(solution)
-    if chosen == needed:
+    chosen = placement.chosen_again(solution)
+    if chosen == recomputed:
         return 0.0
-    options = placement.options_of_nodes(solution)
 
-    def with_(recomputed: Collection[int]) -> float:
-        times = planned_times(placement.graph, mesh, options, prices, recomputed=recomputed)
-        return times.step_us
+    def with_(again: Collection[int]) -> float:
+        return planned_times(placement.graph, mesh, options, prices, recomputed=again).step_us
 
-    return with_(chosen) - with_(needed)
-
-
-def solver_report(
-    placement: PlacementProblem,
-    *,
-    objective_us: float,
-    lower_bound_us: float,
-    method: str,
-    seconds: float,
-    memory_prices: Sequence[float],
-    proven: bool,
-) -> SolverReport:
-    """What a search says of itself, with the sizes of its problem; ``memory_prices`` by rows.
-
-    A placement that costs less than the bound of its search, since it leaves out work that the
-    search counted (``idle_work_us``), is its own bound.
-    """
-    return SolverReport(
-        objective_us=objective_us,
-        # All costs are at least 0, also where time was over before there was any other bound.
-        lower_bound_us=max(min(lower_bound_us, objective_us), 0.0),
-        method=method,
-        seconds=seconds,
-        num_variables=len(placement.problem.variables),
-        num_options=sum(map(len, placement.choices)),
-        num_nodes=len(placement.graph.nodes),
-        memory_price_us_per_gib=abs(sum(memory_prices)) * _GIB,
-        proven=proven,
-    )
+    return with_(chosen) - with_(recomputed)

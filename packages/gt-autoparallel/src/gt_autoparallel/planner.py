@@ -26,9 +26,8 @@ from gt_autoparallel.errors import (
 from gt_autoparallel.found_placement import (
     FoundPlacement,
     cheaper_of,
-    idle_work_us,
+    found_placement,
     is_proven,
-    solver_report,
 )
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.options import NodeOption
@@ -36,7 +35,6 @@ from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode
 from gt_autoparallel.plan.placement_plan import ModelSignature, PlacementPlan
 from gt_autoparallel.plan.plan_assembly import assemble_plan
 from gt_autoparallel.prices.costs import PlacementPrices, StepPrices
-from gt_autoparallel.prices.memory import MemoryBreakdown
 from gt_autoparallel.prices.microbatches import Microbatches
 from gt_autoparallel.problem.constraints import (
     Constraints,
@@ -55,14 +53,12 @@ from gt_autoparallel.problem.recomputed_choices import (
     without_idle_work,
 )
 from gt_autoparallel.problem.redistribution_tables import RedistributionTables
-from gt_autoparallel.problem.requested_memory import requested_memory
 from gt_autoparallel.request_checks import check_mesh_of_graph, check_request
 from gt_autoparallel.rules import check_operators, node_options, uncut_attention
 from gt_autoparallel.rules.experts import expert_options
 from gt_autoparallel.solver import (
     ForbiddenPairsError,
     MemoryBudgetError,
-    Mixture,
     Solution,
     WarmStart,
     solve,
@@ -213,6 +209,7 @@ class Planner:
             request=request,
             signature=self.signature,
             solver=found.report,
+            memory=found.memory,
         )
         if audit:
             self._say(str(audit_plan(plan)))
@@ -256,8 +253,7 @@ class Planner:
             raise DearPlacementError(free.report.lower_bound_us, below_us)
         if budget is None:
             return free
-        memory = self._memory(request, free)
-        if memory.total <= budget:
+        if free.memory.total <= budget:
             return free
         least = _LEAST_SHARE * time_limit_seconds
         ends = max(started + time_limit_seconds, time.perf_counter() + least)
@@ -265,30 +261,26 @@ class Planner:
         def within(ends: float, *, all_moments: bool) -> FoundPlacement:
             placement = self.problem(request, all_moments=all_moments)
             if request.recomputes and relative_gap > 0:
-                mixed = self._mixed(placement, relative_gap, ends, free.options, below_us)
+                mixed = self._mixed(placement, request, relative_gap, ends, free.options, below_us)
                 if mixed is not None:
                     return self._or_alike(mixed, request, relative_gap, ends, below_us)
             left = max(ends - time.perf_counter(), least)
             return self._solved(placement, request, relative_gap, left, below_us, free.options)
 
         # Several times the rows of memory are for those plans that would break them.
-        at_reduction = sum(memory.at_reduction.values())
+        memory, at_reduction = free.memory, sum(free.memory.at_reduction.values())
         if relative_gap > 0 and at_reduction < memory.total and not memory.let_go_in_backward:
             halfway = (time.perf_counter() + ends) / 2
             with suppress(OutOfTimeError):  # what is left may be enough for all rows
                 found = within(halfway, all_moments=False)
-                if self._memory(request, found).total <= budget:
+                if found.memory.total <= budget:
                     return found
         return within(ends, all_moments=True)
-
-    def _memory(self, request: ResolvedRequest, found: FoundPlacement) -> MemoryBreakdown:
-        return requested_memory(
-            self.graph, found.options, self.mesh, request, recomputed=found.recomputed
-        )
 
     def _mixed(
         self,
         placement: PlacementProblem,
+        request: ResolvedRequest,
         relative_gap: float,
         ends: float,
         near: Sequence[NodeOption],
@@ -315,18 +307,18 @@ class Planner:
             return None
         self._warm_starts[_shape(placement)] = found.warm_start
         mixture = mixture_without_idle_work(placement, found.mixture)
-        return FoundPlacement(
-            options=placement.options_of_nodes(mixture),
-            recomputed=placement.recomputed_nodes(mixture),
-            report=solver_report(
-                placement,
-                objective_us=mixture.objective_us - self._idle_us(placement, mixture),
-                lower_bound_us=found.lower_bound_us,
-                method=_COUNTED,
-                seconds=found.seconds,
-                memory_prices=found.memory_prices,
-                proven=is_proven(found.gap, relative_gap),
-            ),
+        return found_placement(
+            placement,
+            mixture,
+            request,
+            self.mesh,
+            self.prices,
+            objective_us=mixture.objective_us,
+            lower_bound_us=found.lower_bound_us,
+            method=_COUNTED,
+            seconds=found.seconds,
+            memory_prices=found.memory_prices,
+            proven=is_proven(found.gap, relative_gap),
         )
 
     def _or_alike(
@@ -345,7 +337,7 @@ class Planner:
         left, budget = ends - time.perf_counter(), request.memory_budget_bytes
         if mixed.report.proven or left <= 0 or below_us < math.inf:
             return mixed
-        if budget is None or self._memory(request, mixed).total > budget:
+        if budget is None or mixed.memory.total > budget:
             return mixed  # of a problem with few rows
         placement, cutoff = self.problem(request), mixed.report.objective_us
         try:
@@ -376,22 +368,19 @@ class Planner:
         )
         solution = without_idle_work(placement, solution)
         self._warm_starts[_shape(placement)] = solution.warm_start
-        return FoundPlacement(
-            options=placement.options_of_nodes(solution.choices),
-            recomputed=placement.recomputed_nodes(solution.choices),
-            report=solver_report(
-                placement,
-                objective_us=solution.objective_us - self._idle_us(placement, solution.choices),
-                lower_bound_us=solution.lower_bound_us,
-                method=solution.method,
-                seconds=solution.seconds["total"],
-                memory_prices=solution.memory_prices,
-                proven=solution.proven,
-            ),
+        return found_placement(
+            placement,
+            solution.choices,
+            request,
+            self.mesh,
+            self.prices,
+            objective_us=solution.objective_us,
+            lower_bound_us=solution.lower_bound_us,
+            method=solution.method,
+            seconds=solution.seconds["total"],
+            memory_prices=solution.memory_prices,
+            proven=solution.proven,
         )
-
-    def _idle_us(self, placement: PlacementProblem, solution: Sequence[int] | Mixture) -> float:
-        return idle_work_us(placement, solution, self.mesh, self.prices)
 
     def _start(
         self, placement: PlacementProblem, near: Sequence[NodeOption], time_limit_seconds: float

@@ -26,6 +26,7 @@ from gt_autoparallel.plan.placement_plan import (
     step_us,
 )
 from gt_autoparallel.prices.costs import StepPrices
+from gt_autoparallel.prices.memory import MemoryBreakdown
 from gt_autoparallel.problem.constraints import ResolvedRequest
 from gt_autoparallel.problem.requested_memory import requested_memory
 from gt_autoparallel.rules import replicated_operators
@@ -125,8 +126,14 @@ def assemble_plan(
     request: ResolvedRequest,
     signature: ModelSignature,
     solver: SolverReport,
+    memory: MemoryBreakdown | None = None,
 ) -> PlacementPlan:
-    """The plan in which each node runs with its option, and ``recomputed`` nodes run twice."""
+    """The plan in which each node runs with its option, and ``recomputed`` nodes run twice.
+
+    ``memory`` is that of the request, if it has been counted.
+    """
+    if memory is None:
+        memory = requested_memory(graph, options, mesh, request, recomputed=frozenset(recomputed))
     times = planned_times(graph, mesh, options, prices, recomputed=recomputed)
     return PlacementPlan(
         mesh=mesh,
@@ -136,7 +143,7 @@ def assemble_plan(
         redistributions=times.redistributions,
         compute_us=times.compute_us,
         windows=times.windows,
-        memory=requested_memory(graph, options, mesh, request, recomputed=frozenset(recomputed)),
+        memory=memory,
         request=request,
         prices=prices,
         solver=solver,
