@@ -296,7 +296,7 @@ class Planner:
             placement.problem,
             relative_gap=relative_gap,
             time_limit_seconds=ends - time.perf_counter(),
-            warm_start=self._start(placement, near, ends - time.perf_counter()),
+            warm_start=self._start(placement, near, relative_gap, ends - time.perf_counter()),
             rivals=expert_rivals(placement, self._pins()),
             progress=lambda progress: self._say(str(progress)),
             below_us=below_us,
@@ -362,7 +362,7 @@ class Planner:
         self._say_size(placement)
         warm_start = self._warm_starts.get(_shape(placement))
         if near is not None:
-            warm_start = self._start(placement, near, time_limit_seconds)
+            warm_start = self._start(placement, near, relative_gap, time_limit_seconds)
         solution = self._solve(
             placement, request, relative_gap, time_limit_seconds, below_us, warm_start, most_parts
         )
@@ -383,10 +383,14 @@ class Planner:
         )
 
     def _start(
-        self, placement: PlacementProblem, near: Sequence[NodeOption], time_limit_seconds: float
+        self,
+        placement: PlacementProblem,
+        near: Sequence[NodeOption],
+        relative_gap: float,
+        time_limit_seconds: float,
     ) -> WarmStart:
         """Near options of nodes, and where an earlier problem of this shape ended, if any has."""
-        start = recomputing(placement, near, time_limit_seconds)
+        start = recomputing(placement, near, relative_gap, time_limit_seconds)
         known = self._warm_starts.get(_shape(placement))
         if known is None:
             return start

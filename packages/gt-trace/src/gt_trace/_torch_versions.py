@@ -52,7 +52,8 @@ def traced_backward() -> Iterator[None]:
             each.node if isinstance(each, graph.GradientEdge) else each.grad_fn for each in outputs
         ]
         setup_stacktrace_preservation_hooks([root for root in roots if root is not None])
-        return run(outputs, *args, **kwargs)
+        with _same_marks_afterwards():
+            return run(outputs, *args, **kwargs)
 
     with (
         patch.object(graph, "_engine_run_backward", run_with_hooks),
@@ -60,6 +61,26 @@ def traced_backward() -> Iterator[None]:
         nullcontext() if hasattr(traceback, "_mark_autograd_backward") else _marked_nodes(),
     ):
         yield
+
+
+@contextmanager
+def _same_marks_afterwards() -> Iterator[None]:
+    """Afterwards, nodes are marked as before.
+
+    Those hooks mark what follows a node as the accumulation of its gradient, and take it back where
+    the engine has ended: inside of another backward not at all, so that all the rest of that one
+    would accumulate gradients.
+    """
+    keys = ("stack_trace", "autograd_backward")
+    current = traceback.get_current_meta()
+    outside: dict[str, Any] = {key: current[key] for key in keys if key in current}
+    try:
+        yield
+    finally:
+        current = traceback.get_current_meta()
+        for key in keys:
+            current.pop(key, None)
+        current.update(outside)
 
 
 @contextmanager

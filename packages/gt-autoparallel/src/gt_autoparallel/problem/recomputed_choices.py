@@ -14,11 +14,15 @@ from gt_autoparallel.solver import Mixture, Solution, WarmStart, evaluate, solve
 
 
 def recomputing(
-    placement: PlacementProblem, options: Sequence[NodeOption], time_limit_seconds: float
+    placement: PlacementProblem,
+    options: Sequence[NodeOption],
+    relative_gap: float,
+    time_limit_seconds: float,
 ) -> WarmStart:
     """The best choice that places nodes by ``options`` and runs again what the budget asks for.
 
-    If even that is too much, the one that runs nothing again, without prices.
+    It may cost more than the best one by ``relative_gap``. If even that is too much, the one that
+    runs nothing again, without prices.
     """
     members = placement.clustering.members
     variables = [
@@ -34,7 +38,7 @@ def recomputing(
     ]
     part = replace(placement.problem, variables=tuple(variables))
     try:
-        found = solve(part, time_limit_seconds=0.1 * time_limit_seconds)
+        found = solve(part, relative_gap=relative_gap, time_limit_seconds=0.1 * time_limit_seconds)
     except (InfeasiblePlacementError, SolverError):
         return WarmStart(choices=placement.solution_of(options))
     return replace(found.warm_start, candidates=())
