@@ -77,8 +77,8 @@ def found_placement(
 ) -> FoundPlacement:
     """What a solution of a problem places, and what its search says of itself.
 
-    A placement that costs less than the bound of its search, since it leaves out work that the
-    search counted (``_idle_work_us``), is its own bound.
+    A placement leaves out what runs again for nobody, which the search may have counted. If it so
+    costs less than the bound of the search, it is its own bound.
 
     Args:
         placement: the problem.
@@ -94,15 +94,20 @@ def found_placement(
         proven: whether the gap is as small as was asked for.
     """
     options, recomputed = placement.options_of_nodes(solution), placement.recomputed_nodes(solution)
-    objective_us -= _idle_work_us(placement, solution, options, recomputed, mesh, prices)
+    idle_us = _idle_work_us(placement, solution, options, recomputed, mesh, prices)
+    objective_us -= idle_us
+    if idle_us:
+        lower_bound_us = min(lower_bound_us, objective_us)
     return FoundPlacement(
         options=options,
         recomputed=recomputed,
-        memory=requested_memory(placement.graph, options, mesh, request, recomputed=recomputed),
+        memory=requested_memory(
+            placement.graph, options, mesh, request, recomputed=frozenset(recomputed)
+        ),
         report=SolverReport(
             objective_us=objective_us,
             # All costs are at least 0, also where time was over before there was any other bound.
-            lower_bound_us=max(min(lower_bound_us, objective_us), 0.0),
+            lower_bound_us=max(lower_bound_us, 0.0),
             method=method,
             seconds=seconds,
             num_variables=len(placement.problem.variables),
@@ -124,8 +129,9 @@ def _idle_work_us(
 ) -> float:
     """What a solution costs more than its placement, in which nothing runs again for nobody.
 
-    Nodes of alike layers that other layers read share one choice in any mixture. If some of these
-    layers need such a node to run again, it is counted in all of them.
+    Nodes of alike layers that other layers read, or that read what other layers made, share one
+    choice in any mixture. If some of these layers need such a node to run again, it is counted in
+    all of them.
     """
     chosen = placement.chosen_again(solution)
     if chosen == recomputed:

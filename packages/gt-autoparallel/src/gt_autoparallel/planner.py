@@ -48,9 +48,7 @@ from gt_autoparallel.problem.infeasible_requests import explained
 from gt_autoparallel.problem.problem_of_graph import PlacementProblem, placement_problem
 from gt_autoparallel.problem.problem_parts import PartsKey, ProblemParts
 from gt_autoparallel.problem.recomputed_choices import (
-    mixture_without_idle_work,
     recomputing,
-    without_idle_work,
 )
 from gt_autoparallel.problem.redistribution_tables import RedistributionTables
 from gt_autoparallel.request_checks import check_mesh_of_graph, check_request
@@ -306,14 +304,13 @@ class Planner:
         if found.mixture is None:
             return None
         self._warm_starts[_shape(placement)] = found.warm_start
-        mixture = mixture_without_idle_work(placement, found.mixture)
         return found_placement(
             placement,
-            mixture,
+            found.mixture,
             request,
             self.mesh,
             self.prices,
-            objective_us=mixture.objective_us,
+            objective_us=found.mixture.objective_us,
             lower_bound_us=found.lower_bound_us,
             method=_COUNTED,
             seconds=found.seconds,
@@ -366,7 +363,6 @@ class Planner:
         solution = self._solve(
             placement, request, relative_gap, time_limit_seconds, below_us, warm_start, most_parts
         )
-        solution = without_idle_work(placement, solution)
         self._warm_starts[_shape(placement)] = solution.warm_start
         return found_placement(
             placement,

@@ -18,6 +18,7 @@ from torch import nn
 
 from gt_autoparallel import planner as planner_module
 from gt_autoparallel.audit import audit_plan
+from gt_autoparallel.errors import AuditError
 from gt_autoparallel.find import planner_of_model
 from gt_autoparallel.graph.parameter_chains import is_view_like
 from gt_autoparallel.plan.placement_plan import PlacementPlan
@@ -360,28 +361,53 @@ def test_a_mixture_stays_where_layers_that_do_the_same_keep_no_budget(
     assert not found.solver.proven
 
 
-def test_what_one_layer_runs_again_costs_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A norm's square reads what the layer before made: all layers in between share its choice.
-    counted, num_idle = plan(0.6, 0.02), []
-    names = {f"layers.1.norm/{name}" for name in ("pow", "mean", "add", "rsqrt")}
-    more = {node.index for node in planner().graph.nodes if node.name in names}
-    recomputed = tuple(sorted({*counted.recomputed, *more}))
-    assert len(recomputed) == len(counted.recomputed) + 4
+@pytest.mark.parametrize("number", [1, 3])
+def test_what_one_layer_runs_again_costs_others_nothing(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A norm's square reads what the layer before made: all layers in between share its choice. Of
+    # layer 3 it is not the first one's, as layers 1 and 2 give back less, and come first.
+    counted, nodes = plan(0.6, 0.02), planner().graph.nodes
+    names = {f"layers.{number}.norm/{name}" for name in ("pow", "mean", "add", "rsqrt")}
+    names |= {f"layers.{each}/silu" for each in range(1, number)}
+    recomputed = {*counted.recomputed, *(node.index for node in nodes if node.name in names)}
+    # What the first layer does with it is what all of them do in the mixture.
+    (square,) = (node.index for node in nodes if node.name == "layers.1.norm/pow")
+    placements: list[PlacementProblem] = []
+    searched: list[MixedSolution] = []
+    original = Planner.problem
 
-    def running_more(placement: PlacementProblem, mixture: Mixture) -> Mixture:
-        found = placement.mixture_of(counted.options, recomputed)
-        num_idle.append(len(placement.chosen_again(found)) - len(recomputed))
-        assert found.objective_us > mixture.objective_us
-        return found
+    def noting(self: Planner, *args: Any, **further: Any) -> PlacementProblem:
+        placements.append(original(self, *args, **further))
+        return placements[-1]
 
-    monkeypatch.setattr(planner_module, "mixture_without_idle_work", running_more)
+    def running_more(*args: Any, **further: Any) -> MixedSolution:
+        mixture = placements[-1].mixture_of(counted.options, {*recomputed, square})
+        assert len(placements[-1].chosen_again(mixture)) == len(recomputed) + 5
+        searched.append(replace(solve_mixed(*args, **further), mixture=mixture))
+        return searched[-1]
+
+    monkeypatch.setattr(Planner, "problem", noting)
+    monkeypatch.setattr(planner_module, "solve_mixed", running_more)
     found = planner().find(
         constraints=FROM_LOADER, memory_budget_bytes=budget(0.6), relative_gap=0.02
     )
-    assert num_idle == [5]
-    assert found.recomputed == recomputed
+    (solved,) = searched
+    assert solved.mixture is not None
+    assert len(found.recomputed) == len(recomputed)
     assert found.solver.objective_us == pytest.approx(found.objective_us, rel=1e-9)
-    assert found.solver.lower_bound_us <= found.objective_us
+    assert found.objective_us < solved.mixture.objective_us - 10.0
+    assert found.solver.lower_bound_us == solved.lower_bound_us
+
+
+def test_a_bound_above_the_plan_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_high(*args: Any, **further: Any) -> MixedSolution:
+        solved = solve_mixed(*args, **further)
+        return replace(solved, lower_bound_us=1.5 * solved.lower_bound_us)
+
+    monkeypatch.setattr(planner_module, "solve_mixed", too_high)
+    with pytest.raises(AuditError, match="less than the lower bound"):
+        planner().find(constraints=FROM_LOADER, memory_budget_bytes=budget(0.6), relative_gap=0.02)
 
 
 def test_the_bound_of_mixtures_is_below_that_of_alike_layers() -> None:

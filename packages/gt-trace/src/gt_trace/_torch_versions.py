@@ -68,8 +68,8 @@ def _same_marks_afterwards() -> Iterator[None]:
     """Afterwards, nodes are marked as before.
 
     Those hooks mark what follows a node as the accumulation of its gradient, and take it back where
-    the engine has ended: inside of another backward not at all, so that all the rest of that one
-    would accumulate gradients.
+    the engine has ended: inside of another backward not at all, so that the rest of the node that
+    runs it would accumulate gradients. The backward of a placed model is one node.
     """
     keys = ("stack_trace", "autograd_backward")
     current = traceback.get_current_meta()

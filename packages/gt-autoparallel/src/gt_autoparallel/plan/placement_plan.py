@@ -84,7 +84,9 @@ class SolverReport:
     """Cost of the plan by the solver's own tables."""
 
     lower_bound_us: float
-    """No plan costs less than this under the same prices and constraints."""
+    """No plan costs less than this under the same prices and constraints. Of layers that may differ
+    it is the bound of what the search counts, in which a node that is read across layers runs again
+    in all alike layers if it does in one; a plan that is cheaper than that is its own bound."""
 
     method: str
     """What found the plan: ``"lp"`` (the relaxation was integral), ``"milp"`` or another."""

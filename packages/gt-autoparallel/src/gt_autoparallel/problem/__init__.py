@@ -12,7 +12,7 @@
     axis_styles, tensor_parallel_names
                            plans that experts write by hand (DDP, FSDP, TP, EP), as constraints
     alike_layers           which layers may choose differently from each other
-    recomputed_choices     where a search under a budget begins, and what it hands on
+    recomputed_choices     where a search under a budget begins
     expert_rivals          the same as what the solver must not lose to
     infeasible_requests    why there is no plan, in terms of what was asked for
 """

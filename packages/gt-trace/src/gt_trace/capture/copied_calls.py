@@ -130,10 +130,7 @@ def traced_call(
 
 
 def _told_by_autograd() -> tuple[Hashable, ...]:
-    """What nodes made now take over from autograd's engine.
-
-    A backward that runs inside of this one, as routed experts' does, leaves what it noted last.
-    """
+    """What nodes made now take over from autograd's engine."""
     noted = get_current_meta()
     return noted.get("stack_trace"), noted.get("autograd_backward", False)
 
