@@ -33,10 +33,10 @@ from gt_autoparallel.solver import (
     MemoryBudgetError,
     Mixture,
     WarmStart,
-    evaluate,
     evaluate_mixture,
     solve_mixed,
 )
+from gt_autoparallel.solver.evaluation import evaluate
 from gt_autoparallel.solver.mixed_search import MixedSolution
 from gt_autoparallel.solver.mixtures import alike_mixture
 from gt_autoparallel.solver.problem import Problem

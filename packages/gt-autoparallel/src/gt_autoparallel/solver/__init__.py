@@ -25,7 +25,6 @@ and gives.
 
 from __future__ import annotations
 
-from gt_autoparallel.solver.evaluation import evaluate
 from gt_autoparallel.solver.mixed_search import solve_mixed
 from gt_autoparallel.solver.mixtures import Mixture, evaluate_mixture
 from gt_autoparallel.solver.option_bounds import option_bounds
@@ -47,7 +46,6 @@ __all__ = [
     "Rival",
     "Solution",
     "WarmStart",
-    "evaluate",
     "evaluate_mixture",
     "option_bounds",
     "solve",
