@@ -52,7 +52,10 @@ def traced_backward() -> Iterator[None]:
             each.node if isinstance(each, graph.GradientEdge) else each.grad_fn for each in outputs
         ]
         setup_stacktrace_preservation_hooks([root for root in roots if root is not None])
-        with _same_marks_afterwards():
+        # Those hooks mark what follows a node as the accumulation of its gradient, and take it back
+        # where the engine has ended: inside of another backward not at all, so that the rest of the
+        # node that runs it would accumulate gradients. A placed model's backward is one node.
+        with same_marks_afterwards("stack_trace", "autograd_backward"):
             return run(outputs, *args, **kwargs)
 
     with (
@@ -64,14 +67,8 @@ def traced_backward() -> Iterator[None]:
 
 
 @contextmanager
-def _same_marks_afterwards() -> Iterator[None]:
-    """Afterwards, nodes are marked as before.
-
-    Those hooks mark what follows a node as the accumulation of its gradient, and take it back where
-    the engine has ended: inside of another backward not at all, so that the rest of the node that
-    runs it would accumulate gradients. The backward of a placed model is one node.
-    """
-    keys = ("stack_trace", "autograd_backward")
+def same_marks_afterwards(*keys: str) -> Iterator[None]:
+    """Afterwards nodes are marked as before, by these keys of ``torch.fx.traceback``'s meta."""
     current = traceback.get_current_meta()
     outside: dict[str, Any] = {key: current[key] for key in keys if key in current}
     try:

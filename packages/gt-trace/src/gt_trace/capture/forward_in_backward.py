@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch.fx.traceback import get_current_meta
+
+from gt_trace._torch_versions import same_marks_afterwards
 
 
 @contextmanager
 def forward_in_backward() -> Iterator[None]:
     """Inside, nodes are numbered and marked as of a forward; their phase has to be stated."""
-    current = get_current_meta()
     keys = ("in_grad_fn", "autograd_backward")
-    outside: dict[str, Any] = {key: current[key] for key in keys if key in current}
-    for key in outside:
-        del current[key]
-    try:
+    with same_marks_afterwards(*keys):
+        for key in keys:
+            get_current_meta().pop(key, None)
         yield
-    finally:
-        current.update(outside)
