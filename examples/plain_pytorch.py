@@ -114,16 +114,20 @@ def eager_pipeline(
         name=schedule_name,
         num_microbatches=NUM_MICROBATCHES,
         loss_fn=loss_of,
-        scale_grads=True,
     )
 
     def step(tokens: Tensor, targets: Tensor) -> list[Tensor]:
         inputs = (tokens,) if 0 in modules else ()
-        if num_stages - 1 not in modules:
-            schedule.step(*inputs)
-            return []
         losses: list[Tensor] = []
-        schedule.step(*inputs, target=targets, losses=losses)
+        if num_stages - 1 in modules:
+            schedule.step(*inputs, target=targets, losses=losses)
+        else:
+            schedule.step(*inputs)
+        # The loss is a mean over a microbatch, and PyTorch sums the gradients of all of them.
+        for module in modules.values():
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= NUM_MICROBATCHES
         return losses
 
     return step

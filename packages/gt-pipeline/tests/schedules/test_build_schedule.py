@@ -125,7 +125,6 @@ def test_arguments_that_contradict_each_other_are_reported_together() -> None:
             num_microbatches=8,
             loss_fn=nn.MSELoss(),
             backward_requires_autograd=False,
-            scale_grads=True,
         )
     assert_expected_inline(
         str(caught.value),
@@ -133,8 +132,7 @@ def test_arguments_that_contradict_each_other_are_reported_together() -> None:
 no pipeline schedule can be built from this:
   - stages is empty: give this rank's stages
   - give a name or a csv_path, not neither
-  - loss_fn is for autograd: explicit backward graphs have the loss in the last stage's forward graph
-  - scale_grads is for autograd: explicit backward graphs scale their own""",
+  - loss_fn is for autograd: explicit backward graphs have the loss in the last stage's forward graph""",
     )
 
 

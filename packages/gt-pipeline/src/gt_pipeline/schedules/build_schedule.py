@@ -49,9 +49,11 @@ def build_pipeline_schedule(
     csv_path: Path | str | None = None,
     loss_fn: Callable[..., Any] | None = None,
     backward_requires_autograd: bool = True,
-    scale_grads: bool = False,
 ) -> TorchSchedule:
-    """PyTorch's schedule object over this rank's stages.
+    """Return PyTorch's schedule object over this rank's stages.
+
+    Gradients are the sum over the microbatches. If the loss is a mean over its microbatch, divide
+    the loss, or the gradients after the step, by the number of microbatches.
 
     Args:
         stages: of this rank, ascending by index.
@@ -64,8 +66,6 @@ def build_pipeline_schedule(
             backward graphs: backward actions then run although there is no ``loss_fn``, gradients
             need not be enabled around ``step``, and the schedule is always PyTorch's runtime over
             actions, so that ``register_action_functions`` can say what runs them.
-        scale_grads: whether PyTorch divides gradients by the number of microbatches, as is right
-            for a loss that is a mean over its microbatch. Only for autograd.
 
     Raises:
         FileNotFoundError: no such CSV file.
@@ -79,7 +79,6 @@ def build_pipeline_schedule(
         csv_path=csv_path,
         loss_fn=loss_fn,
         backward_requires_autograd=backward_requires_autograd,
-        scale_grads=scale_grads,
     )
     num_ranks, num_stages = stages[0].group_size, stages[0].num_stages
     if csv_path is not None:
@@ -93,7 +92,8 @@ def build_pipeline_schedule(
     options: dict[str, Any] = {
         "n_microbatches": num_microbatches,
         "loss_fn": loss_fn,
-        "scale_grads": scale_grads,
+        # PyTorch would divide gradients of eager stages, and knows none of graph stages.
+        "scale_grads": False,
     }
     if backward_requires_autograd and csv_path is None:
         return torch_schedule(schedule.name, stages, **options)
@@ -168,7 +168,6 @@ def _check_arguments(
     csv_path: Path | str | None,
     loss_fn: Callable[..., Any] | None,
     backward_requires_autograd: bool,
-    scale_grads: bool,
 ) -> None:
     problems: list[str] = []
     if not stages:
@@ -182,8 +181,6 @@ def _check_arguments(
             "loss_fn is for autograd: explicit backward graphs have the loss in the last stage's "
             "forward graph"
         )
-    if not backward_requires_autograd and scale_grads:
-        problems.append("scale_grads is for autograd: explicit backward graphs scale their own")
     if problems:
         raise ScheduleError(what="no pipeline schedule can be built from this", problems=problems)
 
