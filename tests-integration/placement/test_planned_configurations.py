@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from gt_autoparallel import PlacementPrices, read_plan
 from gt_trainer.device import intended_for
 from gt_trainer.dry_run.dry_run import dry_run
+from gt_trainer.models import deepseek_v3
 from gt_trainer.models.catalog import CATALOG, INTENDED_WORLD_SIZE
 from gt_trainer.preflight.preflight import check_configuration
 from gt_trainer.preflight.settled_defaults import settle_defaults, settled_by_hand
@@ -84,3 +86,35 @@ def test_a_shipped_configuration_is_planned_and_fits_beside_the_expert(
     pages = list(tmp_path.rglob("placement*.html"))
     assert pages
     assert all('<details class="why">' in page.read_text() for page in pages)
+
+
+@pytest.mark.slow
+def test_both_backends_of_planned_steps_have_one_placement(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plans = []
+    for backend in ("none", "regional", "autoparallel_backend"):
+        folder = tmp_path / backend
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        with intended_for("cuda"):
+            config = deepseek_v3.deepseek_v3_debugmodel()
+            config.compile = dataclasses.replace(
+                config.compile, autoparallel=True, inductor_compilation=backend
+            )
+            config.parallelism = dataclasses.replace(
+                config.parallelism, data_parallel_shard_degree=4, tensor_parallel_degree=2
+            )
+            config, _ = settle_defaults(config, 8, asked=("--compile.inductor_compilation",))
+            check_configuration(config, 8, will_train=False)
+            report = dry_run(config, 8)
+        (file,) = folder.rglob("placement.json")
+        plans.append((read_plan(file, prices=PlacementPrices()), report))
+    first, judged = plans[0][0], plans[0][1].judgement
+    assert any(each.step is not None for each in judged.candidates[1:])
+    for plan, report in plans[1:]:
+        assert plan.options == first.options
+        assert plan.recomputed == first.recomputed
+        assert report.judgement == judged
+    # What a dry run reports is nevertheless the step of its own backend.
+    assert len({report.simulated.step_us for _, report in plans}) == len(plans)

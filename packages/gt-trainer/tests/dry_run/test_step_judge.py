@@ -8,7 +8,9 @@ from unittest.mock import Mock
 import pytest
 
 from gt_autoparallel import JudgedStep, UnrunnablePlanError
+from gt_config import AutoParallelConfig
 from gt_passes.errors import GraphChunkingError
+from gt_trainer.device import intended_for
 from gt_trainer.dry_run import step_judge
 from gt_trainer.trainer import GraphTrainer
 
@@ -95,3 +97,33 @@ def test_a_plan_whose_step_cannot_run_in_chunks_is_not_to_be_taken(monkeypatch):
         "its step cannot run in the chunks of --compile.ep_overlap.enabled: exp "
         "(aten.exp.default) in the forward of layers.0: no; others"
     )
+
+
+def judged_options_of(**compile_options):
+    config = GraphTrainer.Config()
+    config.compile = replace(config.compile, autoparallel=True, **compile_options)
+    return step_judge.config_for_judging(config)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_plans_are_judged_alike_whatever_runs_on_the_captured_step(device):
+    with intended_for(device):
+        native = judged_options_of()
+        for afterwards in (
+            {"inductor_compilation": "autoparallel_backend"},
+            {"inductor_compilation": "full", "cuda_graphs": True},
+            {"fsdp_bucketing": "off", "prefetch_layers": 0, "memory_policy": "full_recompute"},
+            {"disable_passes": ("bucket-all-gathers",), "passes": ("cuda-graphs",)},
+            {"mode": "none"},
+        ):
+            assert judged_options_of(**afterwards) == native
+        assert native.compile.inductor_compilation == ("none" if device == "cpu" else "regional")
+
+
+def test_plans_are_judged_by_what_shapes_the_captured_step():
+    solver = AutoParallelConfig(memory_budget_gib=3.0)
+    shapes = {"autoparallel_solver": solver, "accumulation": "reduce_once"}
+    with intended_for("cuda"):
+        judged = judged_options_of(**shapes).compile
+    assert {name: getattr(judged, name) for name in shapes} == shapes
+    assert not judged.cuda_graphs  # which a step of several microbatches cannot have

@@ -26,7 +26,12 @@ from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport, pipeline_d
 from gt_trainer.dry_run.pipeline_judge import judged_pipeline, judged_without_a_step
 from gt_trainer.dry_run.simulated_run import SimulatedRun
 from gt_trainer.dry_run.step_facts import degrees_of
-from gt_trainer.dry_run.step_judge import judged_step, keeping_the_best, step_judge
+from gt_trainer.dry_run.step_judge import (
+    config_for_judging,
+    judged_step,
+    keeping_the_best,
+    step_judge,
+)
 from gt_trainer.placement.judged_run import judgement_for
 from gt_trainer.placement.kept_plan import (
     JUDGEMENT_FILE,
@@ -323,19 +328,20 @@ def _captured(
             timeline_path=timeline_path,
         )
     best: list[DryRunReport] = []
+    judged = config_for_judging(config)
 
     def simulate(step: FakeStep) -> SimulatedRun:
-        report = _report(config, step, hardware=hardware)
+        report = _report(judged, step, hardware=hardware)
         if not best or judged_step(report.simulated).is_better_than(judged_step(best[0].simulated)):
             best[:] = [report]
         return report.simulated
 
     with (
-        judged_by(step_judge(config, simulate)) as judging,
+        judged_by(step_judge(judged, simulate)) as judging,
         fake_step(config, world_size) as step,
         flex_attention_on_cpu(),
     ):
-        if not best or trace_path is not None:
+        if not best or trace_path is not None or judged != config:
             best[:] = [_report(config, step, hardware=hardware, trace_path=trace_path)]
     return replace(best[0], judgement=judging.judgement)
 
@@ -349,7 +355,8 @@ def plan_before_training(
 ) -> PlanJudgement | None:
     """Find the plan that a run will train with; it is written to the dump folder.
 
-    For a process that has no process group yet. Eager runs get the plan of captured ones.
+    For a process that has no process group yet. Runs that differ only in what is done to the
+    captured step get the same plan (``config_for_judging``); eager runs get that of captured ones.
 
     Args:
         config: as for ``dry_run``, with a solver and without a pipeline. Not changed.
@@ -360,7 +367,7 @@ def plan_before_training(
     Raises:
         Exception: whatever building, placing or capturing raises.
     """
-    config = replace(config, compile=replace(config.compile, mode="aot_fx_trace"))
+    config = config_for_judging(config)
 
     def simulate(step: FakeStep) -> SimulatedRun:
         return _report(config, step, hardware=hardware).simulated

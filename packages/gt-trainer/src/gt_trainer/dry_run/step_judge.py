@@ -1,12 +1,13 @@
 """Simulates the steps of plans, so that the fastest is taken and not the cheapest by prices alone.
 
-Each plan gets a model of its own on meta, which is placed, captured, put through the recipe and
-priced as the run's own step is: on the fake ranks that exist already.
+Each plan gets a separate model on meta. It is placed, captured, and put through the recipe of
+``config_for_judging``, on the fake ranks that exist already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,10 +26,38 @@ from gt_passes.errors import GraphChunkingError
 from gt_trace import flex_attention_on_cpu
 from gt_trainer.dry_run.fake_step import FakeStep, meta_model, step_of_placed
 from gt_trainer.dry_run.simulated_run import SimulatedRun
+from gt_trainer.models.device_defaults import default_options
 from gt_trainer.placement.expert_blocks import expert_blocks
 from gt_trainer.placement.place_decoder import place_by_plan
 from gt_trainer.placement.plan_judge import NewJudge
 from gt_trainer.trainer import GraphTrainer
+
+
+def config_for_judging(config: GraphTrainer.Config) -> GraphTrainer.Config:
+    """Return the run whose simulated step decides between plans.
+
+    A placement does not depend on what runs on the captured step afterwards. Therefore plans are
+    compared by the native recipe with the defaults of the device. Of the options under
+    ``--compile`` only those stay that shape the captured step itself. So both backends of planned
+    steps, and an eager run, get one placement.
+
+    Args:
+        config: of the run, with a solver and without a pipeline. Not changed.
+    """
+    options = config.compile
+    judged = replace(
+        default_options(None),
+        autoparallel=options.autoparallel,
+        autoparallel_solver=options.autoparallel_solver,
+        accumulation=options.accumulation,
+        ep_overlap=options.ep_overlap,
+        capture_layers=options.capture_layers,
+        verify_passes=options.verify_passes,
+    )
+    if options.accumulation != "every_microbatch":  # CUDA graphs record no such step
+        judged = replace(judged, cuda_graphs=False)
+    parallelism = replace(config.parallelism, fsdp_reshard_after_forward="default")
+    return replace(config, compile=judged, parallelism=parallelism)
 
 
 def step_judge(
@@ -37,7 +66,7 @@ def step_judge(
     """Make the judges of a run's plans; None if it plans nothing.
 
     Args:
-        config: of the run; its step is one graph.
+        config: from ``config_for_judging``; its step is one graph.
         simulate: captures a step and prices it.
     """
     if not config.compile.autoparallel:
