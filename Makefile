@@ -35,7 +35,8 @@ help:
 	@echo 'make smoke       each wheel passes its own tests in a fresh environment'
 	@echo 'make release     date, build, smoke, commit and tag what is unreleased (ARGS=--dry-run to see what)'
 	@echo 'make test-torch  torch-only packages against TORCH=2.11.0, 2.12.1, ... 2.15.0'
-	@echo 'make fuzz        NUM_CASES=2000 random steps x random passes, from SEED=0, compared to the bit'
+	@echo 'make fuzz        NUM_CASES=2000 random steps x random passes, from SEED=0, compared to the bit;'
+	@echo '                 and as many random steps, captured, compared to eager ones'
 	@echo 'make fuzz-edits  NUM_CASES=2000 random edits of captured steps, from SEED=0: accepted means equal'
 	@echo 'make bench       benchmarks, results in outputs/bench/ (BENCH=name for one)'
 	@echo 'make clean       remove environments, caches and builds'
@@ -160,6 +161,8 @@ bench: $(STAMP)
 # Cases that fail are made small and stored in tests-integration/fuzz/regressions.
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests-integration $(BIN)/python -m fuzz \
+		--num-cases $(NUM_CASES) --seed $(SEED) $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests-integration $(BIN)/python -m fuzz.captures \
 		--num-cases $(NUM_CASES) --seed $(SEED) $(ARGS)
 
 fuzz-edits: $(STAMP)

@@ -22,4 +22,17 @@ file              what it is
 ``campaign``      many cases, counted
 ``minimize``      the smallest case that still fails in the same way
 ================  =======================================================================
+
+``make fuzz`` then draws random steps of one process, and compares captured steps to eager ones, call
+by call. Their statements have layouts, in-place writes, custom operators, attributes, ``.data``, random
+state and autocast. Everything readable must be equal in every bit, or the step is refused and the
+model works as before.
+
+===================  ====================================================================
+file                 content
+===================  ====================================================================
+``step_statements``  the statements of random steps
+``capture_case``     one step, run both ways and compared
+``captures``         many cases, counted; failing ones are made small
+===================  ====================================================================
 """
