@@ -99,13 +99,14 @@ def test_outputs_come_back_as_the_tree_they_were() -> None:
     assert not found["more"][1].requires_grad
 
 
-def test_an_output_that_nobody_differentiates_counts_as_zero() -> None:
+def test_an_output_without_a_gradient_has_no_part_in_those_of_parameters() -> None:
     module, x = Tree(), torch.rand(2, 3)
     bound = bind(module, x)
     bound(x)["more"][0].sum().backward()
     expected = torch.autograd.grad(module(x)["more"][0].sum(), list(module.a.parameters()))
     for parameter, gradient in zip(module.a.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, gradient)
+    assert module.b.weight.grad is None
 
 
 def test_gradients_reach_arguments() -> None:

@@ -186,6 +186,7 @@ def _output_content(encoder: Encoder, output: OutputSignature) -> dict[str, Any]
         "name": output.name,
         "is_tensor": output.is_tensor,
         "constant": encoder.value(output.constant),
+        "repeats": output.repeats,
         "requires_grad": output.requires_grad,
         "layout": encoder.layout(output.layout),
         "gradient_placements": encoder.value(output.gradient_placements),
@@ -197,10 +198,17 @@ def _decoded_output(decoder: Decoder, content: Any) -> OutputSignature:
         name=str(content["name"]),
         is_tensor=bool(content["is_tensor"]),
         constant=decoder.value(content["constant"]),
+        repeats=_decoded_repeat(content["repeats"]),
         requires_grad=bool(content["requires_grad"]),
         layout=decoder.layout(content["layout"]),
         gradient_placements=decoder.value(content["gradient_placements"]),
     )
+
+
+def _decoded_repeat(name: Any) -> str | None:
+    if name is not None and not isinstance(name, str):
+        raise ArtifactError(f"an output repeats {name!r}, which is no name of an output")
+    return name
 
 
 def _decoded_layouts(decoder: Decoder, content: Any) -> dict[tuple[InputKind, str], TensorLayout]:

@@ -19,6 +19,7 @@ from gt_trace.capture.captured_mode import ModeGuard, as_captured
 from gt_trace.capture.graph_inputs import GraphInput, InputKind
 from gt_trace.capture.subclass_layout import PLAIN, unflatten_tensor
 from gt_trace.errors import InputMismatchError, StateMismatchError
+from gt_trace.joint.backward_variants import for_any_layout, without_tangents
 from gt_trace.joint.joint_graph import GraphResult, JointGraph, OutputSignature
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
@@ -49,6 +50,10 @@ class ForwardBackward:
 
     backward_results: tuple[GraphResult, ...]
     """What the backward returns: gradients."""
+
+    backward_as_cut: GraphModule | None = None
+    """The backward before passes, from which the graph for undefined gradients is made. None if
+    only one gradient arrives, and for a backward that was stored."""
 
     @property
     def static_input_names(self) -> tuple[str, ...]:
@@ -97,6 +102,11 @@ class BoundJoint:
         self._module = module
         self._forward = forward or boxed(parts.forward)
         self._backward = backward or boxed(parts.backward)
+        self._may_take_any_layout = backward is None
+        self._variants: dict[frozenset[int], BoxedFunction | None] = {}
+        """Backwards for gradients that arrive otherwise than traced, by the outputs without one.
+        None if such gradients are copied to the traced layout."""
+
         self._inputs = BoundInputs(parts.joint, module)
         # Gradients leave through autograd, so hooks of parameters run.
         self._guard = ModeGuard(parts.joint.mode, module, lost_hooks=())
@@ -119,6 +129,8 @@ class BoundJoint:
         results: tuple[Any, ...] = _Graphs.apply(self, plain, *differentiable)
         remaining = iter(results)
         leaves = [next(remaining) if o.is_tensor else o.constant for o in joint.outputs]
+        for position, first in self._plan.repeated:
+            leaves[position] = leaves[first]
         return pytree.tree_unflatten(leaves, joint.output_spec)
 
     def _wholes(
@@ -171,17 +183,26 @@ class BoundJoint:
         self,
         saved: list[Any],
         tangents: Sequence[torch.Tensor | None],
-        shapes: Sequence[torch.Size],
-    ) -> list[torch.Tensor]:
-        """Gradients in the order of the inputs that they belong to; empties ``saved``.
+    ) -> list[torch.Tensor | None]:
+        """Return gradients in the order of the inputs that they belong to; empty ``saved``.
 
-        A tangent is None where none arrives; ``shapes`` are of this rank's parts of the outputs.
+        A tangent is None where none arrives. A gradient is None if autograd would give none.
+
+        Raises:
+            InputMismatchError: what autograd computes for these tangents is unknown.
         """
         plan = self._plan
-        arrived = [
-            plan.tangent(position, tangent, shape)
-            for position, (tangent, shape) in enumerate(zip(tangents, shapes, strict=True))
-        ]
+        arrived = [plan.tangent(*each) for each in enumerate(tangents)]
+        missing = frozenset(each for each in plan.examples if arrived[each] is None)
+        backward = self._backward
+        if missing or not plan.have_traced_layout(arrived):
+            if missing not in self._variants:
+                self._variants[missing] = self._variant(missing)
+            variant = self._variants[missing]
+            if variant is None:
+                arrived = plan.in_traced_layout(arrived)
+            else:
+                backward = variant
         inputs = [
             saved[index] if kind == "saved" else arrived[index]
             for kind, index in plan.backward_inputs
@@ -189,17 +210,50 @@ class BoundJoint:
         saved.clear()
         taken = {_storage(tangent) for tangent in arrived if tangent is not None}
         with as_captured():
-            results = self._backward(inputs)
-        gradients: list[torch.Tensor] = []
+            results = backward(inputs)
+        gradients: list[torch.Tensor | None] = []
         for key, positions in plan.gradients.items():
             layout = self.parts.joint.gradient_layouts[key]
             leaves = [results[position] for position in positions]
+            if any(leaf is None for leaf in leaves):
+                gradients.append(None)
+                continue
             if layout.subclass is not None:
                 # Autograd sees that a plain gradient has a second owner, and not that the inside of
                 # a subclass has: it would let both be scaled in place.
                 leaves = [_own(leaf, taken) for leaf in leaves]
             gradients.append(unflatten_tensor(leaves, layout))
         return gradients
+
+    def _variant(self, missing: frozenset[int]) -> BoxedFunction | None:
+        """Return the backward for gradients in any layout, without those that are missing."""
+        parts, outputs = self.parts, self._plan.outputs
+        names = [outputs[position][0].name for position in sorted(missing)]
+        graph_module = parts.backward
+        if missing:
+            if parts.backward_as_cut is None:
+                raise InputMismatchError(
+                    f"no gradient arrives for {', '.join(names)}, and a backward that was stored "
+                    "has no variant for that: use all outputs in the loss, or capture anew"
+                )
+            graph_module = parts.backward_as_cut
+        placeholders = graph_module.graph.find_nodes(op="placeholder")
+        tangents = {
+            each.name: node
+            for node, each in zip(placeholders, parts.backward_inputs, strict=True)
+            if each.kind == "tangent"
+        }
+        if missing:
+            gone = [tangents[name] for name in names]
+            graph_module = without_tangents(graph_module, gone, tangents.values())
+            kept = {node.name for node in set(tangents.values()).difference(gone)}
+            arriving = [n for n in graph_module.graph.nodes if n.name in kept]
+        else:
+            arriving = list(tangents.values())
+        if not (missing or self._may_take_any_layout):
+            return None
+        any_layout = for_any_layout(graph_module, arriving)
+        return None if any_layout is None else boxed(any_layout)
 
 
 class _Plan:
@@ -231,19 +285,29 @@ class _Plan:
         self.outputs: list[tuple[OutputSignature, list[int]]] = [
             (output, of_output[output.name]) for output in tensors
         ]
+        position_of = {output.name: position for position, output in enumerate(joint.outputs)}
+        self.repeated = [
+            (position, position_of[output.repeats])
+            for position, output in enumerate(joint.outputs)
+            if output.repeats is not None
+        ]
+        """Positions of outputs that are the same tensor as an earlier one, and of that one."""
+
         output_at = {output.name: position for position, output in enumerate(tensors)}
         self.backward_inputs: list[tuple[str, int]] = []
         """For each placeholder of the backward: whether it was saved or is a tangent, and its
         position among those."""
 
-        self._examples: dict[int, torch.Tensor] = {}
+        self.examples: dict[int, torch.Tensor] = {}
+        """The traced gradient of each output whose gradient the backward reads."""
+
         placeholders = parts.backward.graph.find_nodes(op="placeholder")
         for node, each in zip(placeholders, parts.backward_inputs, strict=True):
             if each.kind == "saved":
                 self.backward_inputs.append(("saved", saved_at[each.name]))
             else:
                 self.backward_inputs.append(("tangent", output_at[each.name]))
-                self._examples[output_at[each.name]] = node.meta["val"]
+                self.examples[output_at[each.name]] = node.meta["val"]
         self.gradients: dict[tuple[InputKind, str], list[int]] = {}
         """For each input that gets a gradient: positions of the gradient's plain parts among the
         results of the backward."""
@@ -252,24 +316,28 @@ class _Plan:
             assert result.of is not None
             self.gradients.setdefault((result.of, result.name), []).append(position)
 
-    def tangent(
-        self, position: int, arrived: torch.Tensor | None, shape: torch.Size
-    ) -> torch.Tensor | None:
-        """The plain tensor that the backward graph expects; None where it reads none."""
-        example = self._examples.get(position)
-        if example is None:
+    def tangent(self, position: int, arrived: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the plain tensor of a gradient; None if none arrives or the graph reads none."""
+        if arrived is None or position not in self.examples:
             return None
-        if arrived is None:
-            plain = torch.zeros(shape, dtype=example.dtype, device=example.device)
-        else:
-            plain = _placed(arrived, self.outputs[position][0])
-        stride = example.stride()
-        if not all(isinstance(step, int) for step in stride):
-            return plain.contiguous()  # extents that depend on data: as the graph was traced
-        if plain.stride() == stride:
-            return plain
-        laid_out = torch.empty_strided(plain.shape, stride, dtype=plain.dtype, device=plain.device)
-        return laid_out.copy_(plain)
+        return _placed(arrived, self.outputs[position][0])
+
+    def have_traced_layout(self, arrived: Sequence[torch.Tensor | None]) -> bool:
+        """Check that all gradients have the strides for which the backward was traced."""
+        return all(
+            _has_layout(plain, self.examples[position])
+            for position, plain in enumerate(arrived)
+            if plain is not None
+        )
+
+    def in_traced_layout(self, arrived: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return the gradients, copied where their strides are others than the traced ones."""
+        return [
+            plain
+            if plain is None or _has_layout(plain, self.examples[position])
+            else _laid_out(plain, self.examples[position])
+            for position, plain in enumerate(arrived)
+        ]
 
 
 class _Graphs(torch.autograd.Function):
@@ -279,7 +347,6 @@ class _Graphs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         outputs, saved = bound.run_forward(plain)
         ctx.bound = bound
-        ctx.shapes = [_local(output).shape for output in outputs]
         ctx.set_materialize_grads(False)
         is_tensor = [isinstance(value, torch.Tensor) for value in saved]
         ctx.save_for_backward(*(v for v, t in zip(saved, is_tensor, strict=True) if t))
@@ -307,7 +374,7 @@ class _Graphs(torch.autograd.Function):
         # Each can then be freed as soon as the graph has read it, unless the caller retains them.
         ctx.maybe_clear_saved_tensors()
         bound: BoundJoint = ctx.bound
-        return (None, None, *bound.run_backward(saved, tangents, ctx.shapes))
+        return (None, None, *bound.run_backward(saved, tangents))
 
 
 def boxed(graph_module: GraphModule) -> BoxedFunction:
@@ -356,8 +423,19 @@ def _placed(tangent: torch.Tensor, signature: OutputSignature) -> torch.Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _has_layout(plain: torch.Tensor, example: torch.Tensor) -> bool:
+    stride = example.stride()
+    if all(isinstance(step, int) for step in stride):
+        return plain.stride() == stride
+    return plain.is_contiguous()  # extents that depend on data
+
+
+def _laid_out(plain: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
+    stride = example.stride()
+    if not all(isinstance(step, int) for step in stride):
+        return plain.contiguous()
+    laid_out = torch.empty_strided(plain.shape, stride, dtype=plain.dtype, device=plain.device)
+    return laid_out.copy_(plain)
 
 
 def _own(leaf: torch.Tensor, taken: set[int]) -> torch.Tensor:

@@ -225,8 +225,14 @@ class _Shell(nn.Module):
         self.outputs = []
         plain: list[torch.Tensor] = []
         problems: list[str] = []
+        first: dict[int, str] = {}
         for path, leaf in with_paths:
             name = "output" + pytree.keystr(path)
+            if isinstance(leaf, torch.Tensor) and first.setdefault(id(leaf), name) != name:
+                self.outputs.append(
+                    OutputSignature(name=name, is_tensor=False, repeats=first[id(leaf)])
+                )
+                continue
             if not isinstance(leaf, torch.Tensor):
                 if not isinstance(leaf, bool | int | float | complex | str | None):
                     problems.append(f"{name} is a {type(leaf).__name__}; return tensors")
@@ -309,12 +315,23 @@ def _mark_backward(graph_module: GraphModule) -> None:
 
 def _refuse_aliased_outputs(exported: JointWithDescriptors, shell: _Shell) -> None:
     aliases = (OutputType.alias_of_input, OutputType.is_input)
+    views = (
+        OutputType.alias_of_intermediate,
+        OutputType.alias_of_intermediate_save_as_output,
+        OutputType.alias_of_intermediate_base_is_user_output,
+    )
     tensors = [output for output in shell.outputs if output.is_tensor]
     infos = exported._aot_state.fw_metadata.output_info
     problems = [
         f"{output.name} is an input, or a view of one; return a copy"
         for output, info in zip(tensors, infos, strict=True)
         if info.output_type in aliases
+    ]
+    problems += [
+        f"{output.name} is a view of another output, or of the same tensor as another output, and "
+        "its gradient would be lost; return a copy (.clone())"
+        for output, info in zip(tensors, infos, strict=True)
+        if info.output_type in views and info.requires_grad
     ]
     if problems:
         raise CaptureError("the module's outputs cannot be captured:\n  " + "\n  ".join(problems))

@@ -52,6 +52,9 @@ class OutputSignature:
     constant: Any = None
     """The value of a leaf that is no tensor."""
 
+    repeats: str | None = None
+    """Name of the output that is the same tensor, returned before; ``is_tensor`` is then False."""
+
     requires_grad: bool = False
     layout: TensorLayout | None = None
     """How a tensor is made of plain ones; None for a leaf that is no tensor."""

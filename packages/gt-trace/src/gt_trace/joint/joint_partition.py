@@ -159,6 +159,9 @@ def _described(
     name_placeholders(backward.graph, backward_inputs)
     forward.recompile()
     backward.recompile()
+    as_cut = None
+    if sum(each.kind == "tangent" for each in backward_inputs) > 1:
+        as_cut = GraphModule(backward, copy.deepcopy(backward.graph))
     return ForwardBackward(
         joint=joint,
         forward=forward,
@@ -170,6 +173,7 @@ def _described(
         backward=backward,
         backward_inputs=tuple(backward_inputs),
         backward_results=gradients,
+        backward_as_cut=as_cut,
     )
 
 
