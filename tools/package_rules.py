@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from site_links import REPOSITORY, relative_links
 from workspace import Member, Workspace
 
 REQUIRES_PYTHON = ">=3.11"
@@ -57,16 +58,30 @@ def project_table(workspace: Workspace) -> Iterator[str]:
 
 
 def module_version(workspace: Workspace) -> Iterator[str]:
-    """A `__version__` that a module states is the package's version."""
+    """Each module states the package's version as `__version__`."""
     for member in workspace.members.values():
         init = member.path / "src" / member.module / "__init__.py"
-        text = init.read_text(encoding="utf-8") if init.is_file() else ""
-        for stated in _STATED_VERSION.findall(text):
-            if stated != member.version:
-                yield (
-                    f"packages/{member.name}/src/{member.module}/__init__.py: __version__ is "
-                    f"{stated!r}, project.version is {member.version!r}"
-                )
+        if not init.is_file():
+            continue  # reported by required_files
+        stated = _STATED_VERSION.findall(init.read_text(encoding="utf-8"))
+        if stated != [member.version]:
+            yield (
+                f"packages/{member.name}/src/{member.module}/__init__.py: __version__ is "
+                f"{', '.join(map(repr, stated)) or 'missing'}, project.version is "
+                f"{member.version!r}"
+            )
+
+
+def readme_links(workspace: Workspace) -> Iterator[str]:
+    """A README of a package, which wheels carry to a registry, links to addresses."""
+    for member in workspace.members.values():
+        readme = member.path / "README.md"
+        text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+        for target in relative_links(text):
+            yield (
+                f"packages/{member.name}/README.md links to {target}, which leads nowhere from a "
+                f"registry: begin it with {REPOSITORY}"
+            )
 
 
 def changelog_has_version(workspace: Workspace) -> Iterator[str]:
@@ -157,6 +172,7 @@ PACKAGE_RULES = (
     required_files,
     project_table,
     module_version,
+    readme_links,
     changelog_has_version,
     sibling_ranges,
     torch_ranges,

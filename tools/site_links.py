@@ -4,6 +4,9 @@ Pages link to each other as files of the repository do, so that they can be read
 ``docs/`` is the root, everything else keeps its path, a program may have a page of its name, and
 what is no page (a source, a folder without a README) has nothing to link to: its text stays. What
 is nowhere is refused.
+
+READMEs of packages are shown by package registries too, where a relative link leads nowhere. Their
+links are addresses below ``REPOSITORY``, and are read here as links to the files there.
 """
 
 import posixpath
@@ -13,6 +16,9 @@ from pathlib import Path
 
 ROOT_README = "README.md"
 """Its place on the site is that of the first page."""
+
+REPOSITORY = "https://github.com/graph-trainer/graph-trainer/blob/main/"
+"""Address of the repository's files. Change it here and in the packages' READMEs together."""
 
 _FENCE = re.compile(r"^(`{3,}|~{3,}).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[(?P<text>[^\]\[]*(?:\[[^\]]*\][^\]\[]*)*)\]\((?P<target>[^)\s]+)\)")
@@ -28,6 +34,13 @@ def site_path(repository_path: str) -> str:
 def repository_path(on_site: str, pages: Collection[str]) -> str:
     """The path in the repository of a page of the site; ``pages`` are those outside ``docs/``."""
     return on_site if on_site in pages else f"docs/{on_site}"
+
+
+def relative_links(markdown: str) -> list[str]:
+    """Return the targets of a page's links to other files that are no addresses."""
+    text = _FENCE.sub("", markdown)
+    targets = [match["target"] for match in _LINK.finditer(text)]
+    return [each for each in targets if not re.match(r"#|[a-z]+:", each)]
 
 
 class BrokenLinkError(Exception):
@@ -50,9 +63,12 @@ def with_site_links(markdown: str, *, source: str, site_pages: Collection[str], 
     def replaced(match: re.Match[str]) -> str:
         text, target = match["text"], match["target"]
         path, _, anchor = target.partition("#")
-        if not path or re.match(r"[a-z]+:", path):
+        if path.startswith(REPOSITORY):
+            wanted = path.removeprefix(REPOSITORY)
+        elif not path or re.match(r"[a-z]+:", path):
             return match[0]
-        wanted = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        else:
+            wanted = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
         if not (root / wanted).exists():
             raise BrokenLinkError(f"{source} links to {target}, but there is no {wanted}")
         for each in (wanted, f"{wanted}/README.md", f"{wanted}.md"):

@@ -105,6 +105,19 @@ def test_the_cpu_gets_an_attention_that_has_a_backward_there(entry):
     }
 
 
+@pytest.mark.parametrize("name", ["debugmodel_sdpa", "16b_sdpa"])
+def test_scaled_dot_products_are_kept_on_gpus(name):
+    entries = CATALOG["deepseek_v3"]
+    with device.intended_for("cuda"):
+        config, other = (
+            make_config(entries[f"deepseek_v3_{name}"]),
+            make_config(entries[f"deepseek_v3_{name.removesuffix('_sdpa')}"]),
+        )
+    assert not [*config.model_spec.model.traverse(FlexAttention.Config)]
+    found = [*config.model_spec.model.traverse(DocumentCausalSDPA.Config)]
+    assert len(found) == len([*other.model_spec.model.traverse(FlexAttention.Config)]) > 0
+
+
 @every_entry
 def test_a_configuration_can_be_placed_at_its_intended_world_size(entry, world):
     config = make_config(entry)

@@ -56,7 +56,7 @@ def root(tmp_path: Path) -> Path:
         module = package / "src" / name.replace("-", "_")
         module.mkdir(parents=True)
         (module / "py.typed").touch()
-        (module / "__init__.py").write_text("import torchtitan.models\n")
+        (module / "__init__.py").write_text('__version__ = "0.1.0"\nimport torchtitan.models\n')
         (package / "tests").mkdir()
         (package / "tests" / "test_it.py").write_text("def test_it() -> None: ...\n")
         (package / "README.md").write_text(f"# {name}\n")

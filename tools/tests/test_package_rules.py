@@ -70,8 +70,34 @@ def test_reports_a_module_that_states_another_version(root: Path, load: Load) ->
     ]
 
 
+def test_reports_a_module_that_states_no_version(root: Path, load: Load) -> None:
+    (root / "packages/gt-low/src/gt_low/__init__.py").write_text('"""Nothing."""\n')
+    assert list(violations(load())) == [
+        (
+            "module_version: packages/gt-low/src/gt_low/__init__.py: "
+            "__version__ is missing, project.version is '0.1.0'"
+        )
+    ]
+
+
+def test_reports_a_readme_that_links_to_files(root: Path, load: Load) -> None:
+    (root / "packages/gt-low/README.md").write_text(
+        "[a](../../docs/a.md#b) [here](#here) [web](https://example.org)\n"
+        "```python\nlinks[0](relative)\n```\n"
+    )
+    assert list(violations(load())) == [
+        (
+            "readme_links: packages/gt-low/README.md links to ../../docs/a.md#b, which leads "
+            "nowhere from a registry: begin it with https://github.com/graph-trainer/graph-trainer/"
+            "blob/main/"
+        )
+    ]
+
+
 def test_reports_a_version_that_the_changelog_lacks(root: Path, load: Load) -> None:
     edit(root, HIGH, 'version = "0.1.0"', 'version = "0.1.1"')
+    module = "packages/gt-high/src/gt_high/__init__.py"
+    edit(root, module, '"0.1.0"', '"0.1.1"')
     assert list(violations(load())) == [
         (
             "changelog_has_version: packages/gt-high/CHANGELOG.md begins with "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from site_links import BrokenLinkError, repository_path, site_path, with_site_links
+from site_links import REPOSITORY, BrokenLinkError, repository_path, site_path, with_site_links
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,6 +54,7 @@ def linked(markdown: str, source: str, root: Path) -> str:
         ("docs/decisions/0005-buckets.md", "../../packages/gt-trace/", "../packages/gt-trace/README.md"),
         ("docs/architecture.md", "../examples/b.py", "examples/b.py.md"),
         ("docs/architecture.md", "#here", "#here"),
+        ("packages/gt-trace/README.md", f"{REPOSITORY}docs/architecture.md#why", "../../architecture.md#why"),
         ("docs/architecture.md", "https://example.org/a.md", "https://example.org/a.md"),
     ],
 )  # fmt: skip

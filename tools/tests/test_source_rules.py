@@ -117,7 +117,10 @@ def test_accepts_private_nested_and_other_names_twice(
     assert list(violations(load())) == []
 
 
-EXPORT = 'from gt_low.timeline import SomeLine\n\n__all__ = ["SomeLine", "__version__"]\n'
+EXPORT = (
+    'from gt_low.timeline import SomeLine\n\n__version__ = "0.1.0"\n'
+    '__all__ = ["SomeLine", "__version__"]\n'
+)
 
 
 def test_reports_an_export_that_only_its_own_package_imports(root: Path, load: Load) -> None:

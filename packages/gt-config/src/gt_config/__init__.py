@@ -25,6 +25,8 @@ from gt_config.selectors import SavedOpSelector
 from gt_config.topology import Topology
 from gt_config.validate import find_violations, malformed_options, validate
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Accumulation",
     "AutoParallelConfig",

@@ -50,6 +50,8 @@ from gt_passes.tensor_parallel.symmetric_memory import SymmetricMemoryOnPaper
 from gt_passes.verifier.collective_exchange import exchange_collective_digest
 from gt_passes.verifier.verifier import Verifier
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AsyncTensorParallel",
     "BucketAllGathers",

@@ -88,6 +88,8 @@ def test_the_version_is_that_of_everything_that_decides_a_run(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [
         "gt-trainer",
+        "gt-pipeline",
+        "gt-autoparallel",
         "gt-passes",
         "gt-trace",
         "gt-config",

@@ -85,11 +85,24 @@ def test_flags_are_left_for_tyro_when_the_table_is_of_another_torchtitan(monkeyp
         (["--config", "qwen3_14b"], "qwen3", "qwen3_14b"),
         (["--module=deepseek_v3", "--config=deepseek_v3_16b"], "deepseek_v3", "deepseek_v3_16b"),
         (["--module", "my.models", "--config", "tiny"], "my.models", "tiny"),
+        # Flavors, as torchtitan names them.
+        (
+            ["--module", "deepseek_v3", "--config", "16B_sdpa"],
+            "deepseek_v3",
+            "deepseek_v3_16b_sdpa",
+        ),
+        (["--config", "debugmodel_sdpa"], "deepseek_v3", "deepseek_v3_debugmodel_sdpa"),
+        (["--config", "debugmodel_flex_attn"], "llama3", "llama3_debugmodel_flex_attn"),
     ],
 )
 def test_module_and_configuration_imply_each_other_where_they_can(arguments, module, config):
     command = parse_command_line(arguments)
     assert (command.module, command.config) == (module, config)
+
+
+def test_a_flavor_of_several_modules_needs_its_module():
+    with pytest.raises(UsageError, match="no configuration 'debugmodel'"):
+        parse_command_line(["--config", "debugmodel"])
 
 
 def test_every_module_has_the_debug_model_that_is_its_default():
@@ -147,8 +160,8 @@ def test_an_unknown_configuration_is_refused_with_near_matches_and_the_list():
 def test_a_configuration_of_another_module_is_refused_with_its_home():
     assert refusal("--module", "llama3", "--config", "qwen3_14b") == (
         "module 'llama3' has no configuration 'qwen3_14b'. It belongs to --module qwen3.\n"
-        "configurations of llama3: llama3_debugmodel, llama3_8b, llama3_70b, llama3_405b, "
-        "llama3_405b_pp"
+        "configurations of llama3: llama3_debugmodel, llama3_debugmodel_flex_attn, llama3_8b, "
+        "llama3_70b, llama3_405b, llama3_405b_pp"
     )
 
 

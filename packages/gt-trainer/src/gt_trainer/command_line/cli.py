@@ -114,7 +114,8 @@ def _print(text: str) -> int:
 
 
 def _versions() -> str:
-    names = ("gt-trainer", "gt-passes", "gt-trace", "gt-config", "torch", "torchtitan")
+    ours = ("trainer", "pipeline", "autoparallel", "passes", "trace", "config")
+    names = (*(f"gt-{name}" for name in ours), "torch", "torchtitan")
     return "".join(f"{name} {_version(name)}\n" for name in names)
 
 

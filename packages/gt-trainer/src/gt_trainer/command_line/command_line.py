@@ -468,6 +468,8 @@ def _choose_config(reading: _Reading) -> tuple[str, str]:
     if config is None:
         module = module or _DEFAULT_MODULE
         return module, f"{module}_debugmodel"
+    if config not in homes:
+        config = _whole_name(module, config)
     if module is None and config in homes:
         return homes[config], config
     if module is None:
@@ -484,6 +486,17 @@ def _choose_config(reading: _Reading) -> tuple[str, str]:
             f"configurations of {module}: {', '.join(CATALOG[module])}"
         )
     return module, config
+
+
+def _whole_name(module: str | None, config: str) -> str:
+    """Return the one configuration that has this name after its module's, as torchtitan's flavors.
+
+    ``debugmodel_sdpa`` and ``16B_sdpa`` are such names. Others are returned as they are.
+    """
+    modules = CATALOG if module is None else [module]
+    names = [f"{each}_{config}".lower() for each in modules]
+    found = [name for name, each in zip(names, modules, strict=True) if name in CATALOG[each]]
+    return found[0] if len(found) == 1 else config
 
 
 def _choose_of_torchtitan(reading: _Reading, module: str, config: str | None) -> str:

@@ -81,7 +81,7 @@ options:
   --list             list modules and configurations
   --help, -h         show this text
   --help-all         show every flag of the chosen configuration
-  --version          show the versions of gt-trainer, torch and torchtitan
+  --version          show the versions of the six packages, torch and torchtitan
 
 flags of the configuration (all of them: --help-all):
   --training.*       steps, seq_len, local_batch_size, global_batch_size, ...

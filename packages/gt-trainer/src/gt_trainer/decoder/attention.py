@@ -2,12 +2,14 @@
 
 torchtitan 0.3.0 gives its language models FlexAttention or varlen attention. Neither has a backward
 on CPU, and torchtitan's own scaled-dot-product module takes no mask, so that documents packed into
-one sample would see each other. On CPU we therefore replace the *configuration* of each layer's
-inner attention, which becomes a scaled dot product with a per-document mask; the attention block
-around it stays torchtitan's (``torchtitan/models/common/attention.py``).
+one sample would see each other. On CPU, and in configurations named ``sdpa``, we therefore replace
+the *configuration* of each layer's inner attention, which becomes a scaled dot product with a
+per-document mask; the attention block around it stays torchtitan's
+(``torchtitan/models/common/attention.py``).
 
-On GPUs models attend with FlexAttention as published, which they compile by Inductor also when all
-else runs eagerly. A captured graph has the bare operator, so its recipe compiles that again.
+On GPUs the other models attend with FlexAttention as published, which they compile by Inductor also
+when all else runs eagerly. A captured graph has the bare operator, so its recipe compiles that
+again.
 """
 
 from __future__ import annotations
@@ -91,11 +93,13 @@ class DocumentCausalSDPA(Module):
     The mask is that of documents, or what the model makes of it for some layers (``own_masks``).
     There are more keys than queries where ranks share a sequence.
 
-    Always one kernel, torch's flash attention for CPU, or an error: eager execution and a captured
-    graph then hold the same operator, hence the same bits. The kernel parallelizes over batch and
-    heads, forward and backward, and sums within a head in a fixed order. It wants values as wide as
-    queries; where they are narrower (multi-head latent attention), values are padded with zero
-    columns and the output is cut, which changes no kept number.
+    Always one kernel of a device, or an error: eager execution and a captured graph then hold the
+    same operator. On CPUs it is torch's flash attention. It parallelizes over batch and heads,
+    forward and backward, and sums within a head in a fixed order, hence the same bits. It wants
+    values as wide as queries; where they are narrower (multi-head latent attention), values are
+    padded with zero columns and the output is cut, which changes no kept number. On GPUs it is
+    memory-efficient attention, the fused kernel there that takes a mask; it has no grouped queries,
+    so that key-value heads are repeated.
 
     The names of the first three arguments are those that torchtitan's sharding configurations
     refer to; under tensor parallelism the module then runs inside their ``local_map``, on the local
@@ -147,7 +151,14 @@ class DocumentCausalSDPA(Module):
         padding = q_BLNH.shape[-1] - value_width
         if padding > 0:
             v_BLNH = F.pad(v_BLNH, (0, padding))
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        kernel = SDPBackend.FLASH_ATTENTION
+        if q_BLNH.device.type == "cuda":
+            kernel, enable_gqa = SDPBackend.EFFICIENT_ATTENTION, False
+            num_groups = q_BLNH.shape[2] // k_BLNH.shape[2]
+            if num_groups > 1:
+                k_BLNH = k_BLNH.repeat_interleave(num_groups, dim=2)
+                v_BLNH = v_BLNH.repeat_interleave(num_groups, dim=2)
+        with sdpa_kernel(kernel):
             out_BNLH = F.scaled_dot_product_attention(
                 q_BLNH.transpose(1, 2),
                 k_BLNH.transpose(1, 2),

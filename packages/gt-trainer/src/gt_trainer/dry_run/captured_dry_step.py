@@ -131,10 +131,10 @@ def _capture(
 
 
 def _attention_note(model: nn.Module) -> str | None:
-    """What differs from a GPU where attention was captured for the CPU."""
+    """Return how attention was captured if that is not how a GPU computes it."""
     if not any(isinstance(module, DocumentCausalSDPA) for module in model.modules()):
         return None
     return (
-        "captured as scaled dot product with a mask, since this machine has no GPU; priced as "
+        "scaled dot product with a mask, captured with the kernel of CPUs; priced as "
         "FlexAttention over a causal mask without document boundaries"
     )

@@ -42,6 +42,12 @@ _ENTRIES = (
     ),
     CatalogEntry(
         module="llama3",
+        config="llama3_debugmodel_flex_attn",
+        description="llama3_debugmodel by another name: FlexAttention on GPUs.",
+        world_size=1,
+    ),
+    CatalogEntry(
+        module="llama3",
         config="llama3_8b",
         description="Llama 3.1 8B on 8 GPUs: FSDP 4 x TP 2.",
         world_size=8,
@@ -93,8 +99,20 @@ _ENTRIES = (
     ),
     CatalogEntry(
         module="deepseek_v3",
+        config="deepseek_v3_debugmodel_sdpa",
+        description="deepseek_v3_debugmodel without FlexAttention on GPUs.",
+        world_size=1,
+    ),
+    CatalogEntry(
+        module="deepseek_v3",
         config="deepseek_v3_16b",
         description="DeepSeek V3 architecture with 16B parameters on 32 GPUs: FSDP 32, EP 32.",
+        world_size=32,
+    ),
+    CatalogEntry(
+        module="deepseek_v3",
+        config="deepseek_v3_16b_sdpa",
+        description="DeepSeek V3 16B without FlexAttention on 32 GPUs: FSDP 32, EP 32.",
         world_size=32,
     ),
     CatalogEntry(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from torchtitan.models.deepseek_v3 import config_registry
+from torchtitan.trainer import Trainer
 
 from gt_config import EpOverlapConfig
+from gt_trainer.decoder.attention import replace_inner_attention
 from gt_trainer.models.adapt import adapt_debug, adapt_published
 from gt_trainer.trainer import GraphTrainer
 
@@ -20,9 +22,20 @@ def deepseek_v3_debugmodel() -> GraphTrainer.Config:
     return adapt_debug(config_registry.deepseek_v3_debugmodel(), learning_rate=2e-3, batch_size=4)
 
 
+def deepseek_v3_debugmodel_sdpa() -> GraphTrainer.Config:
+    """``deepseek_v3_debugmodel`` that attends by scaled dot products, on GPUs too."""
+    published = _with_sdpa(config_registry.deepseek_v3_debugmodel())
+    return adapt_debug(published, learning_rate=2e-3, batch_size=4)
+
+
 def deepseek_v3_16b() -> GraphTrainer.Config:
     """16B parameters; 32 ranks: FSDP 32, EP 32, hence 2 of the 64 experts on each."""
     return adapt_published(config_registry.deepseek_v3_16b(), expert_parallel_degree=32)
+
+
+def deepseek_v3_16b_sdpa() -> GraphTrainer.Config:
+    """``deepseek_v3_16b`` that attends by scaled dot products, on GPUs too."""
+    return adapt_published(_with_sdpa(config_registry.deepseek_v3_16b()), expert_parallel_degree=32)
 
 
 def deepseek_v3_671b() -> GraphTrainer.Config:
@@ -64,3 +77,10 @@ def deepseek_v3_671b_pp() -> GraphTrainer.Config:
             ep_overlap=EpOverlapConfig(enabled=True, chunk_dim="seq", module_fqn="layers.*.moe"),
         ),
     )
+
+
+def _with_sdpa(published: Trainer.Config) -> Trainer.Config:
+    """Replace the inner attention, whose mask of documents torchtitan's SDPA does not take."""
+    assert published.model_spec is not None
+    replace_inner_attention(published.model_spec.model)
+    return published

@@ -28,6 +28,11 @@ def llama3_debugmodel() -> GraphTrainer.Config:
     return adapt_debug(config_registry.llama3_debugmodel(), learning_rate=2e-3, batch_size=16)
 
 
+def llama3_debugmodel_flex_attn() -> GraphTrainer.Config:
+    """``llama3_debugmodel`` by the name of its attention, FlexAttention, which needs a GPU."""
+    return llama3_debugmodel()
+
+
 def llama3_8b() -> GraphTrainer.Config:
     """8B parameters; 8 ranks: FSDP 4 x TP 2."""
     return adapt_published(config_registry.llama3_8b(), tensor_parallel_degree=2)

@@ -39,18 +39,18 @@ def cuda_violations(config: GraphTrainer.Config) -> Iterator[Violation]:
 
 
 def _attention_of_cpus(config: GraphTrainer.Config) -> Iterator[Violation]:
-    if config.model_spec is not None and has_document_mask(config.model_spec.model):
+    """A ring calls the kernels of DocumentCausalSDPA by name, and those are of CPUs."""
+    spec, options = config.model_spec, config.compile
+    shares_sequences = config.parallelism.context_parallel_degree > 1
+    if spec is None or not has_document_mask(spec.model) or not shares_sequences:
+        return
+    if options.context_parallel == "ring":
         yield Violation(
-            flag="--config",
-            value=_model_name(config),
-            allowed=(
-                "a model that attends with FlexAttention, on cuda: this one attends with "
-                "DocumentCausalSDPA, whose flash attention takes no mask there"
-            ),
-            fix=(
-                "make the configuration after gt_trainer.device.install('cuda'), which leaves "
-                "attention as published, or use GT_DEVICE=cpu"
-            ),
+            flag="--compile.context_parallel",
+            value=options.context_parallel,
+            allowed=f"'gather' on cuda for {_model_name(config)}, which attends with "
+            "DocumentCausalSDPA: its ring calls kernels of CPUs",
+            fix="use gather, or a --config that attends with FlexAttention",
         )
 
 
