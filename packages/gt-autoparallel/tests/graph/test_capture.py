@@ -400,6 +400,16 @@ def test_refusals_say_why(model: nn.Module, args: Any, message: str) -> None:
     assert re.sub(r"(test_capture.py):\d+", r"\1:N", str(error.value)) == message
 
 
+def test_refuses_an_assignment_to_the_data_of_a_parameter() -> None:
+    class Clipped(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight.data = self.weight.data.clamp(-0.1, 0.1)
+            return super().forward(x)
+
+    with pytest.raises(UnsupportedModelError, match="parameter weight is given other memory"):
+        capture_placement_graph(Clipped(4, 4), (torch.ones(2, 4),))
+
+
 def test_refuses_control_flow_on_data() -> None:
     with pytest.raises(UnsupportedModelError, match="needs the value of a tensor"):
         capture_placement_graph(Branches().to("meta"), (torch.empty(2, 4),))

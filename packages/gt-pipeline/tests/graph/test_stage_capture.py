@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from gt_pipeline.errors import StageCaptureError
 from gt_pipeline.graph import ActivationPlacement, capture_stage, cut_stage
 from gt_pipeline.runner import ActivationSignature, MicrobatchInputs
+from gt_trace import CaptureError
 from gt_trace.testing import fake_world
 
 
@@ -151,6 +152,16 @@ def test_refuses_a_loss_of_more_than_one_number() -> None:
         "stage 2 cannot be captured:\n"
         "  - the loss is of shape [4, 8]; reduce it to one number of shape ()"
     )
+
+
+def test_refuses_an_assignment_to_the_data_of_a_parameter() -> None:
+    class Clipped(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight.data = self.weight.data.clamp(-0.1, 0.1)
+            return super().forward(x)
+
+    with pytest.raises(CaptureError, match="parameter weight is given other memory"):
+        capture_stage(Clipped(4, 4), stage_index=1, num_stages=3, activations=[torch.ones(2, 4)])
 
 
 def test_refuses_dynamic_sizes() -> None:

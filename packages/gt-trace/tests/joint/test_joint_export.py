@@ -139,6 +139,12 @@ def average_weight(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x * module.weight
 
 
+def scale_weight(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        module.weight.mul_(0.5)
+    return x * module.weight
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module, torch.Tensor], object], str]] = {
     "no gradient": (
         lambda m, x: x * 2,
@@ -167,8 +173,15 @@ the step has side effects:
     "a buffer with a gradient": (
         average_weight,
         """\
+the step changes tensors in a way that a replay would lose:
+  buffer count requires a gradient after the step, since it was updated from a tensor that does; \
+update it under torch.no_grad(), or from detached tensors""",
+    ),
+    "a parameter that is updated": (
+        scale_weight,
+        """\
 the joint graph cannot be used:
-  it needs __output_tangent(__input_mutation(self.get_buffer('count'))) (TangentAOTInput): inputs \
+  it needs __output_tangent(__input_mutation(self.get_parameter('weight'))) (TangentAOTInput): inputs \
 or outputs that share memory, effects with an order of their own, and in-place updates that require \
 a gradient are not supported; return and pass copies, or use trace_step""",
     ),

@@ -15,10 +15,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gt_trace._torch_internals import DisableTorchFunction
+from gt_trace.capture.given_tensors import SET_DATA, data_problem
 from gt_trace.capture.module_state import StateSlot
 from gt_trace.errors import CaptureError
 
-_DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+_CHECKED = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, SET_DATA)
 
 
 class LiveState(TorchFunctionMode):
@@ -28,6 +29,7 @@ class LiveState(TorchFunctionMode):
         slots: where the state lives.
         stand_ins: one for each slot.
         absent: parts of the module's state for which there is none, since the module is shortened.
+        names: what further tensors are to the step, by their ids.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class LiveState(TorchFunctionMode):
         stand_ins: Sequence[torch.Tensor],
         *,
         absent: Iterable[StateSlot] = (),
+        names: Mapping[int, str] | None = None,
     ) -> None:
         super().__init__()
         self._stand_ins = {
@@ -43,6 +46,8 @@ class LiveState(TorchFunctionMode):
         }
         self._names = {id(slot.tensor): f"{slot.entry.kind} {slot.entry.name}" for slot in slots}
         self._absent = {id(slot.tensor): slot.entry.name for slot in absent}
+        self._given_names = dict(names or {})
+        self._data_problem: str | None = None
 
     def __torch_function__(
         self,
@@ -52,8 +57,11 @@ class LiveState(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         args = self._replaced(args)
-        if func in _DIFFERENTIATING:
-            self.refuse_live_leaves(args[0])
+        if func in _CHECKED:
+            if func == SET_DATA:
+                self._check_data(*args)
+            else:
+                self.refuse_live_leaves(args[0])
         return self.call(func, args, self._replaced(dict(kwargs)) if kwargs else {})
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -85,6 +93,18 @@ class LiveState(TorchFunctionMode):
                 "from before, or passes to an autograd.Function from outside; read them from the "
                 "module inside the step:\n  " + "\n  ".join(sorted(reached))
             )
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch's
+        if self._data_problem is not None and error is None:
+            raise CaptureError(self._data_problem)  # the step caught it, and went on
+
+    def _check_data(self, tensor: torch.Tensor, value: object) -> None:
+        name = self._given_names.get(id(tensor), f"a tensor of shape {list(tensor.shape)}")
+        problem = data_problem(tensor, value, name)
+        if problem is not None:
+            self._data_problem = problem
+            raise CaptureError(problem)
 
     def _replaced(self, value: Any) -> Any:
         kind = type(value)

@@ -34,6 +34,16 @@ def is_of_user(code: CodeType) -> bool:
     return not code.co_filename.startswith(_MACHINERY)
 
 
+def line_of_user() -> str:
+    """Return the innermost running line that ``is_of_user``, as a traceback shows it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_of_user(frame.f_code):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return "".join(_summary([(frame.f_code, frame.f_lineno)]).format()).rstrip()
+
+
 @contextmanager
 def memoised_stack_traces() -> Iterator[None]:
     """Inside a function that ``make_fx`` traces: write stack traces, the cheap way."""

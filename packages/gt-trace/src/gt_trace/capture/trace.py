@@ -31,6 +31,7 @@ from gt_trace._torch_versions import non_strict_tracing, traced_backward
 from gt_trace.annotate import annotate_modules
 from gt_trace.capture.captured_mode import CapturedMode, refuse_gradient_hooks, with_settled_hooks
 from gt_trace.capture.flat_inputs import FlatInputs
+from gt_trace.capture.given_tensors import GivenTensors
 from gt_trace.capture.graph_inputs import name_placeholders
 from gt_trace.capture.inherit import inherit_annotations
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
@@ -208,8 +209,12 @@ class _TracedFunction:
                 for slot, tensor in zip(slots, state, strict=True):
                     slot.put(tensor)
                 before = [slot.contents() for slot in slots]
-                with LiveState(slots, state), refuse_data_dependence():
+                given = GivenTensors(
+                    self._flat, state, pytree.tree_leaves((inputs.args, dict(inputs.kwargs)))
+                )
+                with LiveState(slots, state, names=given.names), refuse_data_dependence():
                     result = self._fn(*inputs.args, **inputs.kwargs)
+                given.refuse_changes()
                 refuse_side_effects(slots, before, writes_grad=self._optimizer is not None)
             finally:
                 for slot in slots:

@@ -37,6 +37,7 @@ from gt_trace._torch_joint_internals import (
 from gt_trace.annotate import annotate_modules
 from gt_trace.capture.captured_mode import CapturedMode, with_settled_hooks
 from gt_trace.capture.flat_inputs import FlatInputs
+from gt_trace.capture.given_tensors import GivenTensors
 from gt_trace.capture.graph_inputs import InputKind, name_placeholders
 from gt_trace.capture.inherit import inherit_annotations
 from gt_trace.capture.input_preparers import TraceInputs
@@ -207,13 +208,15 @@ class _Shell(nn.Module):
             for slot, tensor in zip(slots, state, strict=True):
                 slot.put(tensor)
             before = [slot.contents() for slot in slots]
+            given = GivenTensors(self.flat, state, leaves)
             with (
                 memoised_stack_traces(),
                 refuse_data_dependence(),
-                LiveState(slots, state) as live,
+                LiveState(slots, state, names=given.names) as live,
             ):
                 result = self._inner[0](*args, **kwargs)
             live.refuse_live_leaves(pytree.tree_leaves(result))
+            given.refuse_changes()
             refuse_side_effects(slots, before, writes_grad=False)
         finally:
             for slot in slots:

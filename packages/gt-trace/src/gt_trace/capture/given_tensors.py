@@ -1,0 +1,154 @@
+"""Changes that a step makes to the tensors themselves that it is given, beside their values.
+
+A replay writes values. It does not give a parameter other memory (``parameter.data = ...``),
+another shape, an attribute, or another ``requires_grad``. Nor does a trace follow such a change:
+the nodes of a tensor stay those of its old memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gt_trace._torch_internals import DisableTorchFunction, storage_key
+from gt_trace.capture.flat_inputs import FlatInputs
+from gt_trace.capture.stack_traces import line_of_user
+from gt_trace.capture.subclass_layout import flatten_tensor
+from gt_trace.errors import CaptureError
+
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor
+"""The torch function of the assignment ``tensor.data = ...``."""
+
+_REMEDY = (
+    "write the new values in place (with torch.no_grad(): tensor.copy_(values)), or assign outside "
+    "of the step"
+)
+
+
+def data_problem(tensor: torch.Tensor, value: object, name: str) -> str | None:
+    """Return a sentence that refuses ``tensor.data = value``; None if it changes nothing.
+
+    Args:
+        tensor: the tensor that is given other memory.
+        value: the assigned tensor.
+        name: what the tensor is to the step.
+    """
+    with DisableTorchFunction():
+        same = isinstance(value, torch.Tensor) and _memory(tensor) == _memory(value)
+    if same:
+        return None
+    return (
+        f"{name} is given other memory by an assignment to its .data:\n{line_of_user()}\n"
+        f"A graph would go on with the old memory; {_REMEDY}"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GivenTensor:
+    name: str
+    tensor: torch.Tensor
+    memory: tuple[Any, ...]
+    requires_grad: bool
+    attributes: frozenset[str]
+    is_argument: bool
+
+
+class GivenTensors:
+    """The stand-ins of state and arguments, as they are before the step runs.
+
+    Args:
+        flat: what the tensors stand for.
+        state: one for each slot.
+        leaves: one for each leaf of the arguments; those that are no tensors are skipped.
+    """
+
+    def __init__(
+        self, flat: FlatInputs, state: Sequence[torch.Tensor], leaves: Sequence[Any]
+    ) -> None:
+        named: list[tuple[str, Any, bool]] = [
+            (f"{slot.entry.kind} {slot.entry.name}", tensor, False)
+            for slot, tensor in zip(flat.slots, state, strict=True)
+        ]
+        named += [
+            (f"argument {argument.name}", leaf, True)
+            for argument, leaf in zip(flat.arguments, leaves, strict=False)
+        ]
+        with DisableTorchFunction():
+            self._given = [
+                _GivenTensor(
+                    name=name,
+                    tensor=tensor,
+                    memory=_memory(tensor),
+                    requires_grad=tensor.requires_grad,
+                    attributes=_attributes(tensor),
+                    is_argument=is_argument,
+                )
+                for name, tensor, is_argument in named
+                if isinstance(tensor, torch.Tensor)
+            ]
+
+    @property
+    def names(self) -> dict[int, str]:
+        """What each tensor is to the step, by the tensor's id."""
+        return {id(each.tensor): each.name for each in self._given}
+
+    def refuse_changes(self) -> None:
+        """Refuse a step that changed more than values.
+
+        Raises:
+            CaptureError: lists every such change.
+        """
+        with DisableTorchFunction():
+            problems = [problem for each in self._given for problem in _problems(each)]
+        if problems:
+            raise CaptureError(
+                "the step changes tensors in a way that a replay would lose:\n  "
+                + "\n  ".join(problems)
+            )
+
+
+def _problems(given: _GivenTensor) -> list[str]:
+    name, tensor = given.name, given.tensor
+    problems: list[str] = []
+    if _memory(tensor) != given.memory:
+        problems.append(f"{name} was given other memory, another shape or dtype; {_REMEDY}")
+    if tensor.requires_grad and not (given.requires_grad or tensor.is_leaf):
+        problems.append(
+            f"{name} requires a gradient after the step, since it was updated from a tensor that "
+            "does; update it under torch.no_grad(), or from detached tensors"
+        )
+    elif tensor.requires_grad != given.requires_grad:
+        change = f"{tensor.requires_grad}, and was {given.requires_grad}"
+        problems.append(
+            f"{name}.requires_grad is {change}; set it back in the step, or set it outside"
+        )
+    if given.is_argument and tensor.is_leaf and tensor.grad is not None:
+        problems.append(
+            f"the .grad of {name} was written; use torch.autograd.grad and return the gradient"
+        )
+    return problems + [
+        f"{name} was given the attribute {key}; keep it on a module instead"
+        for key in sorted(_attributes(tensor) - given.attributes)
+        if not key.startswith("_dynamo")
+    ]
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies, and how; equal for two tensors that are one in all but autograd."""
+    return tuple(
+        (
+            storage_key(leaf) if leaf.layout is torch.strided else id(leaf),
+            id(getattr(leaf, "elem", None)),  # what a functional tensor of AOTAutograd holds
+            tuple(leaf.shape),
+            *((tuple(leaf.stride()), leaf.storage_offset()) * (leaf.layout is torch.strided)),
+            leaf.dtype,
+        )
+        for leaf in flatten_tensor(tensor)[0]
+    )
+
+
+def _attributes(tensor: torch.Tensor) -> frozenset[str]:
+    return frozenset(getattr(tensor, "__dict__", ()))
