@@ -90,7 +90,9 @@ def same_bits(first: object, second: object) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().reshape(-1).view(torch.uint8)  # so that NaN equals itself
+    return (
+        tensor.resolve_conj().reshape(-1).contiguous().view(torch.uint8)
+    )  # so that NaN equals itself
 
 
 def _op(node: Node) -> str:

@@ -58,7 +58,9 @@ __all__ = [
     "graph_module_without_code",
     "has_declared_effect",
     "is_fake_tensor",
+    "is_zero_tensor",
     "layout_of",
+    "plain_zeros",
     "pytree",
     "quiet_fake_execution",
     "torch_group_description",
@@ -89,6 +91,17 @@ def value_of(node: Node) -> object:
 def is_fake_tensor(value: object) -> bool:
     """Whether a value is a fake tensor."""
     return isinstance(value, torch.Tensor) and maybe_get_fake_mode(value) is not None
+
+
+def is_zero_tensor(value: object) -> bool:
+    """Whether a value is one of the tensors without memory that stand for zeros in forward mode."""
+    return isinstance(value, torch.Tensor) and value._is_zerotensor()
+
+
+def plain_zeros(value: object) -> torch.Tensor:
+    """An ordinary tensor in place of one for which ``is_zero_tensor`` holds."""
+    assert isinstance(value, torch.Tensor)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def fake_mode_of(graph: Graph) -> FakeTensorMode | None:

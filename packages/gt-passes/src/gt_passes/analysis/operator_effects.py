@@ -65,7 +65,21 @@ _LAYOUT_READERS = frozenset(
 )
 
 # Their schemas say that they alias, and sometimes they copy instead, which reads.
-_MAY_COPY = frozenset({"aten::reshape", "aten::contiguous", "aten::to", "aten::reshape_as"})
+_MAY_COPY = frozenset(
+    {
+        *("aten::reshape", "aten::reshape_as", "aten::flatten", "aten::ravel"),
+        *("aten::contiguous", "aten::to", "aten::resolve_conj", "aten::resolve_neg"),
+        *("aten::_autocast_to_full_precision", "aten::_autocast_to_reduced_precision"),
+    }
+)
+
+# Their schemas promise memory of their own, and they give views.
+_VIEWS_DESPITE_SCHEMA = frozenset(
+    {
+        *("aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_chunk"),
+        "aten::unsafe_split_with_sizes",
+    }
+)
 
 
 def declare_pure_operator(name: str) -> None:
@@ -165,7 +179,8 @@ def _effects_of(target: OpOverload) -> _Effects:
         ),
         is_random=is_random and not has_dropout,
         is_random_if_dropout=is_random and has_dropout,
-        is_view=(
+        is_view=schema.name in _VIEWS_DESPITE_SCHEMA
+        or (
             bool(aliases)
             and all(alias is not None and not alias.is_write for alias in aliases)
             and not schema.is_mutable

@@ -24,6 +24,8 @@ from gt_passes._torch_internals import (
     FakeTensorMode,
     fast_tensor_attributes,
     is_fake_tensor,
+    is_zero_tensor,
+    plain_zeros,
     quiet_fake_execution,
     value_of,
 )
@@ -148,7 +150,7 @@ class Repropagator:
             answer_number = self._answers.get(key)
         if answer_number is None:
             try:
-                result = evaluate_apart(node, values.value_of)
+                result = evaluate_apart(node, values.operand_of)
             except CANNOT_REPROPAGATE as error:
                 self.unverified.append(
                     UnverifiedNode(
@@ -210,6 +212,15 @@ class _RecordedValues:
         self.scan = scan
         self._fake_mode = fake_mode
         self._attributes: dict[Node, object] = {}
+
+    def operand_of(self, node: Node) -> object:
+        """The recorded value, for an operator to run on.
+
+        Fake kernels give other strides than real ones for tensors that are known to be zero, as
+        forward mode makes them.
+        """
+        value = self.value_of(node)
+        return plain_zeros(value) if is_zero_tensor(value) else value
 
     def value_of(self, node: Node) -> object:
         if node.op != "get_attr":

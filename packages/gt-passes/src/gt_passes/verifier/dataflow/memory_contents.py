@@ -1,20 +1,22 @@
-"""What written memory holds while a graph is walked in execution order.
+"""The contents of written memory while a graph is walked in execution order.
 
 Memory that nothing writes to needs none of this: its value is what made it. For the few alias
-classes that are written to, each allocation has a number of its own, views are pieces of it, and a
+classes that are written to, each allocation has a separate number, views are pieces of it, and a
 write replaces the pieces it covers. What a reader finds is a value like any other, so that a pass
-may replace a buffer that is filled slice by slice with one ``cat``. A write that cannot be followed
-exactly makes everything in its class new and unknown.
+may replace a buffer that is filled slice by slice with one ``cat``. A write through a view that has
+no rule makes all of the memory that the view may lie in new and unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.fx import Node
 
+from gt_passes._torch_internals import value_of
 from gt_passes.verifier.dataflow.flat_contents import (
     Column,
     Contents,
@@ -38,6 +40,16 @@ from gt_passes.verifier.dataflow.value_table import (
 )
 
 
+class _PerhapsShared(NamedTuple):
+    """A result of which it is unknown whether it shares the memory of its arguments."""
+
+    made_as: Value
+    """Its value as long as none of its possible memory is written to."""
+
+    held: tuple[Value, ...]
+    """The contents of each possible memory when it was made."""
+
+
 @dataclass(slots=True)
 class MemoryContents:
     """The written memory of one graph, as it is at one point of its execution.
@@ -46,45 +58,76 @@ class MemoryContents:
         table: knows all values.
         class_of: the alias class of every node that may share written memory.
         view_of: what a node makes of its arguments, given how to load them.
+        load_other: the value of a node that is not in ``class_of``.
     """
 
     table: ValueTable
     class_of: Mapping[Node, int]
     view_of: Callable[[Node, Callable[[Node], Value]], Value]
+    load_other: Callable[[Node], Value]
 
     _paths: dict[Node, Value | None] = field(default_factory=dict)
     """Every node's value so far, over numbers of memory; None where it cannot be followed."""
 
-    _held: dict[int, Value] = field(default_factory=dict)
-    """What each number of memory holds now, flat."""
+    _memories: dict[Node, tuple[int, ...]] = field(default_factory=dict)
+    """The numbers of memory in which each node without a path may lie, in a fixed order."""
 
-    _memories: dict[int, list[int]] = field(default_factory=dict)
-    """The numbers of memory of each alias class."""
+    _perhaps_shared: dict[Node, _PerhapsShared] = field(default_factory=dict)
+
+    _renamed: dict[Node, Node] = field(default_factory=dict)
+    """The node that a writer returns, by the writer."""
+
+    _held: dict[int, Value] = field(default_factory=dict)
+    """The present contents of each number of memory, flat."""
 
     def allocate(self, node: Node, value: Value) -> None:
-        """A node made memory of its own, which now holds ``value``."""
-        self._paths[node] = self._allocated(self.class_of[node], value)
+        """Note that a node made new memory, which now holds ``value``."""
+        self._paths[node] = self._allocated(value)
 
     def share(self, node: Node, sources: Sequence[Node]) -> None:
-        """A node is a view of what others are, all in the same memory."""
-        if any(self._paths.get(source) is None for source in sources if source in self.class_of):
-            self._paths[node] = None
-            return
-        path = self.view_of(node, self._path)
-        self._paths[node] = path if self._is_exact(path) else None
+        """Note that a node is a view of others, all in the same memory."""
+        members = [source for source in sources if source in self.class_of]
+        if all(self._paths[self._origin(source)] is not None for source in members):
+            path = self.view_of(node, self._path)
+            if self._is_exact(path):
+                self._paths[node] = path
+                return
+        self._paths[node] = None
+        self._memories[node] = self._memories_of(members)
+
+    def share_perhaps(self, node: Node, sources: Sequence[Node], value: Value) -> None:
+        """Note that a node holds ``value``, in new memory or in that of some of the sources."""
+        own = self._numbers_in(self._allocated(value))
+        memories = tuple(dict.fromkeys((*own, *self._memories_of(sources))))
+        self._paths[node] = None
+        self._memories[node] = memories
+        held = tuple(self._held[memory] for memory in memories)
+        self._perhaps_shared[node] = _PerhapsShared(value, held)
 
     def rename(self, node: Node, source: Node) -> None:
-        """A node is the very tensor that another one is."""
-        self._paths[node] = self._paths.get(source)
+        """Note that a node is the same tensor as another one."""
+        self._renamed[node] = self._origin(source)
 
     def read(self, node: Node) -> Value:
-        """What a node of a written class holds now."""
+        """Return the present value of a node."""
+        node = self._origin(node)
+        if node not in self.class_of:
+            return self.load_other(node)
         path = self._paths[node]
-        return self.view_of(node, self.read) if path is None else self._loaded(path)
+        if path is not None:
+            return self._loaded(path)
+        shared = self._perhaps_shared.get(node)
+        if shared is None:
+            return self.view_of(node, self.read)
+        held = tuple(self._held[memory] for memory in self._memories[node])
+        if held == shared.held:
+            return shared.made_as
+        numbers = (value.number for value in (shared.made_as, *held))
+        return self.table.result(("perhaps written", *numbers), value_of(node))
 
     def write(self, node: Node, value: Value) -> None:
         """The elements of a tensor become those of ``value``, which has its shape."""
-        path = self._paths[node]
+        path = self._paths[self._origin(node)]
         if isinstance(path, OtherValue):
             self._held[path.number] = value
             return
@@ -102,10 +145,12 @@ class MemoryContents:
         self._held[piece.atom] = self._replaced(held, piece, value)
 
     def clobber(self, node: Node, effect: int) -> None:
-        """Anything may have happened to memory that a node shares."""
-        for memory in self._memories.get(self.class_of[node], ()):
+        """Make the memory in which a node may lie unknown, after an effect."""
+        # Which part of it the node is, only its value says.
+        viewed = self.read(node).number
+        for index, memory in enumerate(self._memories_of([node])):
             held = self._held[memory]
-            definition = ("clobbered", held.number, effect)
+            definition = ("clobbered", held.number, viewed, effect, (int, index))
             if isinstance(held, TensorValue):
                 numel = num_elements(held.contents)
                 dtype = self.table.dtype_of(held) or torch.float32
@@ -114,11 +159,31 @@ class MemoryContents:
             else:
                 self._held[memory] = OtherValue(self.table.number(definition))
 
-    def _allocated(self, alias_class: int, value: Value) -> Value:
+    def _origin(self, node: Node) -> Node:
+        return self._renamed.get(node, node)
+
+    def _memories_of(self, nodes: Iterable[Node]) -> tuple[int, ...]:
+        """The numbers of memory in which nodes may lie, each once."""
+        found: dict[int, None] = {}
+        for node in map(self._origin, nodes):
+            path = self._paths[node]
+            memories = self._memories[node] if path is None else self._numbers_in(path)
+            found |= dict.fromkeys(memories)
+        return tuple(found)
+
+    def _numbers_in(self, path: Value) -> Iterator[int]:
+        """The numbers of memory of which a path consists."""
+        if isinstance(path, TupleValue):
+            for item in path.items:
+                yield from self._numbers_in(item)
+        elif isinstance(path, OtherValue):
+            yield path.number
+        else:
+            yield from atoms_of(path.contents)
+
+    def _allocated(self, value: Value) -> Value:
         if isinstance(value, TupleValue):
-            return self.table.tuple_of(
-                tuple(self._allocated(alias_class, item) for item in value.items)
-            )
+            return self.table.tuple_of(tuple(map(self._allocated, value.items)))
         table = self.table
         if isinstance(value, TensorValue):
             numel = num_elements(value.contents)
@@ -129,11 +194,13 @@ class MemoryContents:
             memory = table.memory(numel=0, dtype=torch.float32)
             self._held[memory] = value
             path = OtherValue(memory)
-        self._memories.setdefault(alias_class, []).append(memory)
         return path
 
     def _path(self, node: Node) -> Value:
-        path = self._paths.get(node)
+        node = self._origin(node)
+        if node not in self.class_of:
+            return self.load_other(node)
+        path = self._paths[node]
         assert path is not None  # as share has seen
         return path
 
@@ -180,7 +247,7 @@ class MemoryContents:
         return self.table.joined_atom(held.contents)
 
     def _replaced(self, held: TensorValue, piece: Piece, value: TensorValue) -> TensorValue:
-        """What memory holds after part of it was written."""
+        """Return the contents of memory after part of it was written."""
         numel, length = num_elements(held.contents), num_elements((piece,))
         if piece.dims in ((), ((length, 1),)):
             contents = concatenate(

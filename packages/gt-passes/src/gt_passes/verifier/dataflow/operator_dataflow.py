@@ -22,6 +22,7 @@ from gt_passes.analysis.graph_scan import NodeCall
 from gt_passes.analysis.node_calls import with_defaults
 from gt_passes.verifier.dataflow import (
     collective_dataflow,
+    complex_dataflow,
     layout_dataflow,
     quantized_gathers,
 )
@@ -207,6 +208,8 @@ _NAMES_BY_RULE: Mapping[Rule, Sequence[str]] = {
         "aten::clone",
         "aten::contiguous",
         "aten::lift_fresh_copy",
+        "aten::resolve_conj",
+        "aten::resolve_neg",
         "prims::device_put",
         "gt_passes::offload",
         "gt_passes::reload",
@@ -239,6 +242,15 @@ _NAMES_BY_RULE: Mapping[Rule, Sequence[str]] = {
     layout_dataflow.cat: ("aten::cat",),
     layout_dataflow.stack: ("aten::stack",),
     _copy_into: ("aten::copy_",),
+    complex_dataflow.conjugate: (
+        "aten::_conj",
+        "aten::_conj_physical",
+        "aten::conj_physical",
+        "aten::conj",
+    ),
+    complex_dataflow.negative_view: ("aten::_neg_view",),
+    complex_dataflow.as_real: ("aten::view_as_real",),
+    complex_dataflow.as_complex: ("aten::view_as_complex",),
     _pack: ("gt_passes::pack_bucket",),
     layout_dataflow.cut_rows: ("gt_passes::unpack_bucket",),
 }

@@ -18,7 +18,7 @@ from torch.fx import Node
 from gt_passes._torch_internals import OpOverload, value_of
 from gt_passes.analysis.aliasing import shared_nodes, written_nodes
 from gt_passes.analysis.call_form import call_form
-from gt_passes.analysis.collectives import is_pure_collective
+from gt_passes.analysis.collectives import is_pure_collective, is_wait
 from gt_passes.analysis.graph_constants import frozen_literal
 from gt_passes.analysis.graph_scan import GraphScan
 from gt_passes.analysis.operator_effects import is_only_a_view, reads_only_metadata
@@ -80,7 +80,12 @@ class SymbolicExecution:
             for index, memory in enumerate(memories_written(scan))
             for member in memory.members
         }
-        self._memory = MemoryContents(table=table, class_of=class_of, view_of=self._value_of_call)
+        self._memory = MemoryContents(
+            table=table,
+            class_of=class_of,
+            view_of=self._value_of_call,
+            load_other=self._values.__getitem__,
+        )
         self._in_written_memory: dict[Node, Value] = {}  # what launches gave that write to it
         placeholders = self._graph_module.graph.find_nodes(op="placeholder")
         self._inputs = {node: index for index, node in enumerate(placeholders)}
@@ -198,13 +203,16 @@ class SymbolicExecution:
             self.table.bind_size(recorded, value)
         self._set(node, value)
 
-    def _set(self, node: Node, value: Value) -> None:
-        """A node made a value of its own."""
-        if node in self._memory.class_of:
-            _name(self._names, value, node)
-            self._memory.allocate(node, value)
-        else:
+    def _set(self, node: Node, value: Value, sources: Sequence[Node] = ()) -> None:
+        """A node made a value, in memory of its own, or perhaps in that of some sources."""
+        if node not in self._memory.class_of:
             self._values[node] = value
+            return
+        _name(self._names, value, node)
+        if sources:
+            self._memory.share_perhaps(node, sources, value)
+        else:
+            self._memory.allocate(node, value)
 
     def _load(self, node: Node) -> Value:
         value = self._values.get(node)
@@ -273,23 +281,28 @@ class SymbolicExecution:
         if node in self._writers:
             self._visit_writer(node, definition, operands)
             return
+        is_plain = definition[0] == "call"
         sources = [source for source in shared_nodes(node) if source in self._memory.class_of]
-        if sources and node in self._memory.class_of:
+        if sources and is_plain and (is_only_a_view(node) or is_wait(node)):
             self._memory.share(node, sources)
             _name(self._names, self._load(node), node)
-        elif definition[0] == "call":
-            self._set(node, self._compute(node, definition, operands))
+            return
+        if is_plain:
+            value = self._compute(node, definition, operands)
         else:
-            self._set(node, self.table.result(definition, value_of(node)))
+            value = self.table.result(definition, value_of(node))
+        self._set(node, value, sources)
 
     def _visit_writer(self, node: Node, definition: Definition, operands: Sequence[Value]) -> None:
         written = list(dict.fromkeys(written_nodes(node)))
         number = self.table.number(definition)
         result = value_of(node)
+        sources = [source for source in shared_nodes(node) if source in self._memory.class_of]
         if node in self._barriers and not isinstance(node.target, OpOverload):
-            for argument in written:
-                self._memory.clobber(argument, number)
-            self._set(node, self.table.result(("result", number), result))
+            for index, argument in enumerate(written):
+                effect = self.table.number(("argument", number, (int, index)))
+                self._memory.clobber(argument, effect)
+            self._set(node, self.table.result(("result", number), result), sources)
             return
         held = None
         if len(written) == 1 and definition[0] == "call":
@@ -304,7 +317,7 @@ class SymbolicExecution:
             self._memory.rename(node, written[0])
             _name(self._names, self._load(node), node)
         else:
-            self._set(node, self.table.result(("result", number), result))
+            self._set(node, self.table.result(("result", number), result), sources)
 
     def _written(self) -> list[int]:
         """What the inputs hold now that are written to at some time."""
