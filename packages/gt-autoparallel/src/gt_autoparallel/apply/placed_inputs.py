@@ -14,6 +14,7 @@ from gt_autoparallel.graph.layouts import Layout, local_shape, short_text
 from gt_autoparallel.graph.placement_graph import InputLeaf, ModelInterface, Value
 from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_trace import ArgumentSignature, register_block_masks, structure_differences
+from gt_trace.capture.graph_inputs import same_constant
 
 
 class InputReader:
@@ -62,7 +63,7 @@ class InputReader:
             elif leaf.is_tensor != isinstance(found, torch.Tensor):
                 planned = "a tensor" if leaf.is_tensor else f"the constant {leaf.constant!r}"
                 problems.append(f"{leaf.name} is {_shown(found)}; it was planned as {planned}")
-            elif not leaf.is_tensor and not _same(found, leaf.constant):
+            elif not leaf.is_tensor and not same_constant(found, leaf.constant):
                 problems.append(
                     f"{leaf.name} is {found!r}; it was planned as the constant {leaf.constant!r}"
                 )
@@ -115,11 +116,6 @@ class InputReader:
 
 def _shown(found: object) -> str:
     return "a tensor" if isinstance(found, torch.Tensor) else repr(found)
-
-
-def _same(found: object, constant: object) -> bool:
-    """Equal and of one type: what is computed with 1, 1.0 and True differs."""
-    return type(found) is type(constant) and found == constant
 
 
 def _is_placed(tensor: DTensor, layout: Layout, plan: PlacementPlan) -> bool:

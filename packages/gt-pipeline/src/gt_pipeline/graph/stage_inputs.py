@@ -17,6 +17,9 @@ from gt_trace import ArgumentSignature, TensorLayout, flatten_tensor
 from gt_trace.capture.argument_structure import structure_differences
 from gt_trace.capture.bound_inputs import BoundInputs
 from gt_trace.capture.captured_mode import ModeGuard
+from gt_trace.capture.given_layout import laid_out
+from gt_trace.capture.graph_inputs import same_constant
+from gt_trace.capture.input_uses import InputUse
 
 _NOTHING = object()
 
@@ -79,20 +82,15 @@ class MicrobatchReader:
         # A target that is not asked for was captured as None, the last leaf.
         self._leaves = leaves if self._takes_target else leaves[:-1]
         traced = capture.traced
-        # The graph may view plain arguments in no other strides than the captured ones.
-        strides = {
-            each.name: example.stride()
-            for each, example in zip(traced.inputs, traced.example_inputs, strict=True)
-            if each.kind == "argument"
-        }
-        self._strides = [strides.get(each.name, ()) for each in self._leaves]
+        self._examples: dict[str, list[tuple[Tensor, tuple[InputUse, ...]]]] = {}
+        """The captured plain tensors of each argument, and how the graph uses them."""
+
+        for each, example in zip(traced.inputs, traced.example_inputs, strict=True):
+            if each.kind == "argument":
+                self._examples.setdefault(each.name, []).append((example, each.uses))
         _, args, kwargs, target, _ = traced.argument_spec.child(0).children()
         specs = [args, kwargs, target] if self._takes_target else [args, kwargs]
         self._flatten = [_flattening(spec) for spec in specs]
-        self._all_plain_tensors = all(
-            each.is_tensor and each.layout is not None and each.layout.subclass is None
-            for each in self._leaves
-        )
 
     def check_activations(self, activations: Tensors) -> None:
         """Make sure that what the stage before sent is as it was captured.
@@ -140,17 +138,24 @@ class MicrobatchReader:
             for leaf, signature in zip(leaves, self._leaves, strict=True)
             if not _fits(leaf, signature)
         )
-        if self._all_plain_tensors:
-            return [
-                leaf if leaf.stride() == stride else _laid_out(leaf, stride)
-                for leaf, stride in zip(leaves, self._strides, strict=True)
-            ]
-        return [
-            plain
-            for leaf in leaves
-            if isinstance(leaf, Tensor)
-            for plain in flatten_tensor(leaf)[0]
-        ]
+        return self._laid_out(leaves)
+
+    def _laid_out(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """Plain tensors with the captured strides: a part along an inner dimension is a view."""
+        plain: list[Tensor] = []
+        problems: list[str] = []
+        for leaf, signature in zip(leaves, self._leaves, strict=True):
+            if not isinstance(leaf, Tensor):
+                continue
+            captured = self._examples[signature.name]
+            for tensor, (example, uses) in zip(flatten_tensor(leaf)[0], captured, strict=True):
+                given = laid_out(tensor, example, example.stride(), uses)
+                if isinstance(given, str):
+                    problems.append(f"{signature.name}: {given}")
+                else:
+                    plain.append(given)
+        self._refuse_any(problems)
+        return plain
 
     def _activation_problems(self, activations: Tensors) -> list[str]:
         if len(activations) != self._num_activations:
@@ -204,26 +209,15 @@ def _flattening(spec: pytree.TreeSpec) -> Callable[[Any], list[Any]]:
     return flatten
 
 
-def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """A copy with these strides: parts along another dimension than the first are views."""
-    return torch.empty_strided(
-        tensor.shape, stride, dtype=tensor.dtype, device=tensor.device
-    ).copy_(tensor)
-
-
 def _is_default(value: Any, default: Any) -> bool:
     if value is default:
         return True
-    return isinstance(value, bool | int | float | str) and _same_constant(value, default)
-
-
-def _same_constant(value: Any, captured: Any) -> bool:
-    return type(value) is type(captured) and bool(value == captured)
+    return isinstance(value, bool | int | float | str) and same_constant(value, default)
 
 
 def _fits(leaf: Any, signature: ArgumentSignature) -> bool:
     if not signature.is_tensor:
-        return _same_constant(leaf, signature.constant)
+        return same_constant(leaf, signature.constant)
     return (
         isinstance(leaf, torch.Tensor)
         and leaf.shape == signature.shape

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -39,6 +39,7 @@ from gt_trace.artifacts.size_facts import restored_facts
 from gt_trace.capture.block_masks import StoredCode, mask_structure
 from gt_trace.capture.captured_mode import CapturedMode
 from gt_trace.capture.graph_inputs import ArgumentSignature, GraphInput
+from gt_trace.capture.input_uses import InputUse
 from gt_trace.capture.module_state import StateEntry
 from gt_trace.capture.subclass_layout import PLAIN, TensorLayout
 from gt_trace.errors import ArtifactError
@@ -314,6 +315,7 @@ class Decoder:
             shape=tuple(item["shape"]),
             dtype=self.value(item["dtype"]),
             layout=self.layout(item["layout"]),
+            requires_grad=bool(item["requires_grad"]),
         )
 
     def graph_input(self, item: Any) -> GraphInput:
@@ -323,6 +325,7 @@ class Decoder:
             name=item["name"],
             aliases=tuple(item["aliases"]),
             leaf=_index(item["leaf"]),
+            uses=tuple(map(_use, item["uses"])),
         )
 
     def state_entry(self, item: Any) -> StateEntry:
@@ -364,6 +367,13 @@ def _bytes_behind(
         return 0
     last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     return (last + 1) * dtype.itemsize
+
+
+def _use(item: Any) -> InputUse:
+    if item not in get_args(InputUse):
+        raise ArtifactError(f"{item!r} is no use of an input")
+    use: InputUse = item
+    return use
 
 
 def _index(item: Any) -> int:

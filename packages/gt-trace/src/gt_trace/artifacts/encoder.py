@@ -325,6 +325,7 @@ class Encoder:
             "shape": list(signature.shape),
             "dtype": self.value(signature.dtype),
             "layout": self.layout(signature.layout),
+            "requires_grad": signature.requires_grad,
         }
 
     def graph_input(self, graph_input: GraphInput) -> Any:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from gt_trace._torch_internals import FakeTensorMode, pytree
-from gt_trace.capture.argument_structure import structure_differences
+from gt_trace._torch_internals import FakeTensorMode, pytree, storage_key
 from gt_trace.capture.captured_mode import CapturedMode
+from gt_trace.capture.given_arguments import ArgumentReader
+from gt_trace.capture.given_layout import state_problem
 from gt_trace.capture.graph_inputs import ArgumentSignature, GraphInput
 from gt_trace.capture.module_state import StateEntry, StateSlot, collect_state
+from gt_trace.capture.shared_inputs import NamedInput, history_problems, memory_problems
 from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor
 from gt_trace.errors import InputMismatchError, StateMismatchError
 
@@ -21,6 +23,9 @@ from gt_trace.errors import InputMismatchError, StateMismatchError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedInputs:
     """What a capture says of its inputs."""
+
+    is_differentiable: ClassVar[bool] = False
+    """Whether autograd follows calls, so that an argument may require a gradient or not."""
 
     inputs: tuple[GraphInput, ...]
     """What each placeholder of the graph stands for, in order."""
@@ -69,10 +74,28 @@ class BoundInputs:
         self._module = module
         self._optimizer = optimizer
         self._num_static = sum(layout.num_leaves for layout in captured.state_layouts)
+        self._names = leaf_names(captured)
+        uses = {(each.name, each.leaf): each.uses for each in captured.inputs}
+        self._uses = [uses.get(name, ()) for name in self._names]
+        examples = list(zip(captured.example_inputs, self._uses, strict=True))
+        self._reader = ArgumentReader(
+            captured.arguments,
+            captured.argument_spec,
+            captured=examples[self._num_static :],
+            shape_env=captured.fake_mode.shape_env,
+            may_require_grad=captured.is_differentiable,
+        )
+        self._writes = any("written" in each for each in self._uses)
+        self._writes_arguments = any("written" in each for each in self._uses[self._num_static :])
+        self._differentiates_arguments = not captured.is_differentiable and any(
+            each.requires_grad for each in captured.arguments
+        )
         self._static: list[torch.Tensor] = []
+        self._storages: set[int] = set()
+        self._forms: list[tuple[torch.Tensor, torch.Size, tuple[int, ...], torch.dtype]] = []
         self._slots: list[StateSlot] = []
+        self._places: list[tuple[Mapping[Any, Any], Any, torch.Tensor]] = []
         self._inner: list[tuple[torch.Tensor, str, torch.Tensor]] = []
-        self._accepted: set[tuple[object, ...]] = set()
         self._submodules: list[tuple[Mapping[str, nn.Module | None], tuple[nn.Module | None, ...]]]
         self.version = 0
         """A number that grows each time that the state is sampled."""
@@ -84,11 +107,15 @@ class BoundInputs:
 
         Raises:
             InputMismatchError: the arguments differ from the captured ones in structure, shape,
-                dtype, layout or constant value.
+                dtype, device, layout, constant value, or in whether they require a gradient; or
+                have strides that they cannot be copied from; or depend on one another.
             StateMismatchError: the state was replaced by one that does not fit.
         """
-        flat = self._flatten_arguments(args, kwargs)
-        return [*self.static_tensors(), *flat]
+        flat = self._reader.plain_tensors(args, kwargs)
+        static = self.static_tensors()
+        if self._writes or self._differentiates_arguments:
+            self._refuse_dependent(flat, (args, kwargs))
+        return [*static, *flat]
 
     def static_tensors(self) -> list[torch.Tensor]:
         """The plain tensors of the state alone, as it is now.
@@ -106,10 +133,16 @@ class BoundInputs:
         return [slot.tensor for slot in self._slots]
 
     def _state_is_current(self) -> bool:
-        return (
-            all(slot.holds(slot.tensor) for slot in self._slots)
-            and all(getattr(outer, name) is leaf for outer, name, leaf in self._inner)
-            and all(tuple(held.values()) == known for held, known in self._submodules)
+        # Plain loops: every call of a step looks at every parameter.
+        for holder, key, tensor in self._places:
+            if holder.get(key) is not tensor:
+                return False
+        for each, shape, stride, dtype in self._forms:
+            # `parameter.data = ...` leaves the object, and may change all of these.
+            if each.stride() != stride or each.shape != shape or each.dtype is not dtype:
+                return False
+        return all(getattr(outer, name) is leaf for outer, name, leaf in self._inner) and all(
+            tuple(held.values()) == known for held, known in self._submodules
         )
 
     def _sample(self) -> None:
@@ -121,29 +154,31 @@ class BoundInputs:
         static: list[torch.Tensor] = []
         inner: list[tuple[torch.Tensor, str, torch.Tensor]] = []
         problems: list[str] = []
-        examples = iter(self._captured.example_inputs)
+        captured = zip(self._captured.example_inputs, self._uses, strict=True)
         for slot, layout in zip(slots, self._captured.state_layouts, strict=True):
             leaves, found = flatten_tensor(slot.tensor)
-            example_leaves = [next(examples) for _ in range(layout.num_leaves)]
+            expected_leaves = [next(captured) for _ in range(layout.num_leaves)]
             if found != layout:
                 problems.append(
                     f"{slot.entry.name}: {found.describe()}, captured as {layout.describe()}"
                 )
                 continue
-            for leaf, example in zip(leaves, example_leaves, strict=True):
-                if leaf.shape != example.shape or leaf.dtype != example.dtype:
-                    problems.append(
-                        f"{slot.entry.name}: {leaf.dtype} {list(leaf.shape)}, captured as "
-                        f"{example.dtype} {list(example.shape)}"
-                    )
+            for leaf, (example, uses) in zip(leaves, expected_leaves, strict=True):
+                if problem := state_problem(leaf, example, uses):
+                    problems.append(f"{slot.entry.name}: {problem}")
             # The tensors themselves, no detached views: `parameter.data = ...` must be seen.
             static.extend(leaves)
             inner.extend(_inner_places(slot.tensor, found))
+        if not problems and self._writes:
+            problems = memory_problems(self._named(static, start=0))
         if problems:
             raise StateMismatchError(
                 "the module's state is not the one that was captured:\n  " + "\n  ".join(problems)
             )
         self._slots, self._static, self._inner = slots, static, inner
+        self._places = [(*place, slot.tensor) for slot in slots for place in slot.places]
+        self._forms = [(each, each.shape, each.stride(), each.dtype) for each in static]
+        self._storages = set(map(storage_key, static))
         self._submodules = [
             (each._modules, tuple(each._modules.values()))
             for each in (() if self._module is None else self._module.modules())
@@ -151,80 +186,45 @@ class BoundInputs:
         ]
         self.version += 1
 
-    def _flatten_arguments(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> list[torch.Tensor]:
-        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-        if spec != self._captured.argument_spec:
-            differences = structure_differences(
-                self._captured.argument_spec, self._captured.arguments, spec, leaves
-            )
-            raise InputMismatchError(
-                "the arguments have another structure than the captured ones:\n  "
-                + "\n  ".join(differences)
-            )
-        flat: list[torch.Tensor] = []
+    def _refuse_dependent(self, flat: Sequence[torch.Tensor], tree: Any) -> None:
+        """Refuse arguments in the memory of other inputs, or with a history that leads to them.
+
+        Raises:
+            InputMismatchError: lists each.
+        """
         problems: list[str] = []
-        dynamic: list[object] = []
-        for leaf, signature in zip(leaves, self._captured.arguments, strict=True):
-            if not signature.is_tensor:
-                if type(leaf) is not type(signature.constant) or leaf != signature.constant:
-                    problems.append(
-                        f"{signature.name}: {leaf!r}, captured with the constant "
-                        f"{signature.constant!r}; pass a tensor if it must vary"
-                    )
-                continue
-            if not isinstance(leaf, torch.Tensor):
-                problems.append(f"{signature.name}: {leaf!r}, captured as {signature.describe()}")
-                continue
-            fits = leaf.dtype == signature.dtype and len(leaf.shape) == len(signature.shape)
-            fits = fits and all(
-                want is None or want == size
-                for want, size in zip(signature.shape, leaf.shape, strict=True)
+        shared = self._writes and any(storage_key(each) in self._storages for each in flat)
+        if shared or self._writes_arguments:
+            named = self._named(flat, start=self._num_static)
+            state = self._named(self._static, start=0) if shared else []
+            problems += memory_problems([*state, *named])
+        if self._differentiates_arguments:
+            leaves = zip(self._captured.arguments, pytree.tree_leaves(tree), strict=True)
+            names = [entry.name for entry in self._captured.state]
+            problems += history_problems(
+                [(each.name, leaf) for each, leaf in leaves if each.requires_grad],
+                list(zip(names, self.state, strict=True)),
             )
-            if not fits:
-                problems.append(
-                    f"{signature.name}: {leaf.dtype} {list(leaf.shape)}, captured as "
-                    f"{signature.describe()}"
-                )
-                continue
-            leaf_tensors, layout = flatten_tensor(leaf)
-            if signature.layout is not None and not _same_kind(layout, signature.layout):
-                problems.append(
-                    f"{signature.name}: {layout.describe()}, captured as "
-                    f"{signature.layout.describe()}"
-                )
-                continue
-            flat.extend(leaf_tensors)
-            if None in signature.shape:
-                dynamic.append(tuple(leaf.shape))
         if problems:
             raise InputMismatchError(
-                "the inputs are not those of the captured step:\n  " + "\n  ".join(problems)
+                "the inputs of a captured step must be independent:\n  " + "\n  ".join(problems)
             )
-        if dynamic:
-            self._check_guards(tuple(dynamic), flat)
-        return flat
 
-    def _check_guards(self, key: tuple[object, ...], flat: list[torch.Tensor]) -> None:
-        """Dynamic sizes must satisfy what the trace assumed of them; each set is judged once."""
-        if key in self._accepted:
-            return
-        shape_env = self._captured.fake_mode.shape_env
-        examples = self._captured.example_inputs[self._num_static :]
-        if shape_env is None or not shape_env.evaluate_guards_for_args(list(examples), flat):
-            raise InputMismatchError(
-                f"the dynamic input shapes {list(key)} break an assumption of the capture; its "
-                f"guards are {shape_env.format_guards() if shape_env is not None else 'unknown'}"
-            )
-        self._accepted.add(key)
+    def _named(self, tensors: Sequence[torch.Tensor], *, start: int) -> list[NamedInput]:
+        names = self._names[start : start + len(tensors)]
+        uses = self._uses[start : start + len(tensors)]
+        return [
+            NamedInput(name=name, tensor=tensor, is_written="written" in each)
+            for (name, _), tensor, each in zip(names, tensors, uses, strict=True)
+        ]
 
 
-def _same_kind(found: TensorLayout, captured: TensorLayout) -> bool:
-    """Equal up to outer sizes, which the shape check judges."""
-    return found.subclass is captured.subclass and (
-        found.subclass is None or found.context == captured.context
-    )
+def leaf_names(captured: CapturedInputs) -> list[tuple[str, int]]:
+    """Name and position of each plain tensor, of the state and then of the arguments."""
+    state = zip(captured.state, captured.state_layouts, strict=True)
+    layouts = [(entry.name, layout) for entry, layout in state]
+    layouts += [(each.name, each.layout) for each in captured.arguments if each.layout is not None]
+    return [(name, leaf) for name, layout in layouts for leaf in range(layout.num_leaves)]
 
 
 def _inner_places(

@@ -21,7 +21,12 @@ from gt_trace.capture.block_masks import register_block_masks
 from gt_trace.capture.graph_inputs import ArgumentSignature, GraphInput
 from gt_trace.capture.input_preparers import TraceInputs
 from gt_trace.capture.module_state import StateSlot
-from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor, unflatten_tensor
+from gt_trace.capture.subclass_layout import (
+    TensorLayout,
+    flatten_tensor,
+    unflatten_tensor,
+    unknown_subclass,
+)
 from gt_trace.errors import CaptureError
 
 
@@ -66,6 +71,8 @@ class FlatInputs:
                     f"{name} is a {type(leaf).__name__}; pass tensors, numbers, strings, None or "
                     "containers of them, and let the step read other objects by closure"
                 )
+            if isinstance(leaf, torch.Tensor) and (problem := _tensor_problem(leaf)):
+                problems.append(f"{name} is {problem}")
             arguments.append(FlatArgument(name=name, leaf=leaf, layout=layout))
         if problems:
             raise CaptureError(
@@ -152,6 +159,7 @@ class FlatInputs:
                     shape=tuple(size if isinstance(size, int) else None for size in sizes),
                     dtype=argument.leaf.dtype,
                     layout=argument.layout,
+                    requires_grad=argument.leaf.requires_grad,
                 )
             )
         if problems:
@@ -186,6 +194,21 @@ def fake_like(
     return fake_mode.from_tensor(
         plain, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes)
     )
+
+
+def _tensor_problem(tensor: torch.Tensor) -> str | None:
+    """Return what a graph of plain tensors would lose of an argument."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "a nested tensor" if tensor.is_nested else f"of layout {tensor.layout}"
+        return f"{kind}; pass its dense parts, and put them together inside the step"
+    if tensor.is_quantized:
+        return "a quantized tensor; pass .int_repr(), and quantize inside the step"
+    if unknown_subclass(tensor):
+        return (
+            f"a {type(tensor).__name__}, whose own behavior the graph would lose; pass "
+            ".as_subclass(torch.Tensor)"
+        )
+    return None
 
 
 def _marked(tensor: torch.Tensor) -> tuple[set[int], set[int]]:

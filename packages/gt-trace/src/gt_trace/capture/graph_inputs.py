@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch.fx import Graph
 
+from gt_trace.capture.input_uses import InputUse, input_uses
 from gt_trace.capture.subclass_layout import TensorLayout
 
 InputKind = Literal["parameter", "buffer", "optimizer_state", "argument", "tangent", "saved"]
@@ -31,6 +32,9 @@ class GraphInput:
     leaf: int = 0
     """Position among the plain tensors of which a tensor subclass is made; 0 for a plain tensor."""
 
+    uses: tuple[InputUse, ...] = ()
+    """How the graph uses the memory of this input, besides reading its elements."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentSignature:
@@ -46,6 +50,7 @@ class ArgumentSignature:
 
     dtype: torch.dtype | None = None
     layout: TensorLayout | None = None
+    requires_grad: bool = False
 
     def describe(self) -> str:
         """As it was captured, for error messages."""
@@ -53,6 +58,20 @@ class ArgumentSignature:
             return repr(self.constant)
         dims = ", ".join("any" if size is None else str(size) for size in self.shape)
         return f"{self.dtype} [{dims}]"
+
+
+def same_constant(value: Any, captured: Any) -> bool:
+    """Return whether a step computes the same with two values that are no tensors.
+
+    NaN is NaN, and 0.0 is not -0.0, of which the reciprocals differ; nor is 1 True.
+    """
+    if type(value) is not type(captured):
+        return False
+    if isinstance(value, float):
+        return repr(value) == repr(captured)
+    if isinstance(value, complex):
+        return same_constant(value.real, captured.real) and same_constant(value.imag, captured.imag)
+    return bool(value == captured)
 
 
 _PREFIX = {
@@ -63,6 +82,12 @@ _PREFIX = {
     "tangent": "t",
     "saved": "s",
 }
+
+
+def with_uses(inputs: Sequence[GraphInput], graph: Graph) -> tuple[GraphInput, ...]:
+    """Return the inputs of a graph, with how it uses them."""
+    pairs = zip(inputs, input_uses(graph), strict=True)
+    return tuple(replace(each, uses=uses) if uses else each for each, uses in pairs)
 
 
 def name_placeholders(graph: Graph, inputs: Sequence[GraphInput]) -> None:

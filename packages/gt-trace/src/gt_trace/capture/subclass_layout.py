@@ -14,8 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from gt_trace._torch_internals import is_traceable_wrapper_subclass
+from gt_trace._torch_internals import FakeTensor, is_traceable_wrapper_subclass
+
+PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
+"""Types of tensors that a graph of plain tensors computes with alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,3 +98,22 @@ def unflatten_tensor(leaves: Sequence[torch.Tensor], layout: TensorLayout) -> to
         inner, layout.context, torch.Size(layout.outer_size), layout.outer_stride
     )
     return wrapped
+
+
+def unknown_subclass(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has behavior of its own that a graph of plain tensors would lose."""
+    kind = type(tensor)
+    is_known = kind in PLAIN_TYPES or isinstance(tensor, FakeTensor)
+    if is_known or bool(is_traceable_wrapper_subclass(tensor)):
+        return False
+    known = [_function(each, "__torch_function__") for each in (torch.Tensor, nn.Parameter)]
+    dispatch = _function(torch.Tensor, "__torch_dispatch__")
+    return (
+        _function(kind, "__torch_function__") not in known
+        or _function(kind, "__torch_dispatch__") != dispatch
+    )
+
+
+def _function(kind: type, name: str) -> Any:
+    method = getattr(kind, name)
+    return getattr(method, "__func__", method)

@@ -32,13 +32,14 @@ from gt_trace.annotate import annotate_modules
 from gt_trace.capture.captured_mode import CapturedMode, refuse_gradient_hooks, with_settled_hooks
 from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.given_tensors import GivenTensors
-from gt_trace.capture.graph_inputs import name_placeholders
+from gt_trace.capture.graph_inputs import name_placeholders, with_uses
 from gt_trace.capture.inherit import inherit_annotations
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
 from gt_trace.capture.live_state import LiveState
 from gt_trace.capture.module_state import collect_state, swapped_optimizer
 from gt_trace.capture.purity import refuse_constants, refuse_data_dependence, refuse_side_effects
 from gt_trace.capture.random_draws import refuse_repeated_draws
+from gt_trace.capture.shared_inputs import refuse_dependent_inputs
 from gt_trace.capture.stack_traces import memoised_stack_traces
 from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor
 from gt_trace.capture.traced_step import TracedStep
@@ -86,6 +87,8 @@ def trace_step(
         A function of the step's example arguments that returns the ``TracedStep``. Arguments are
         trees whose leaves are tensors, or numbers, strings and None, which become constants.
         Shapes are static except in dimensions marked dynamic (``torch._dynamo.mark_dynamic``).
+        Strides are those of the examples: other arguments are copied to them at each call, and
+        computed with as eager computes with such copies.
 
     Raises:
         CaptureError: the step cannot be captured faithfully; every reason found is listed.
@@ -139,10 +142,11 @@ def trace_without_code(
             graph_module: GraphModule = make_fx(step, record_stack_traces=True)(*fakes)
         inherit_annotations(graph_module)
         refuse_repeated_draws(graph_module)
-        names = flat.graph_inputs()
+        names = with_uses(flat.graph_inputs(), graph_module.graph)
         name_placeholders(graph_module.graph, names)
         if constants == "error":
             refuse_constants(graph_module, flat.slots)
+        refuse_dependent_inputs(flat, names)
         assert step.output_spec is not None
         return TracedStep(
             graph_module=graph_module,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,12 +39,13 @@ from gt_trace.annotate import annotate_modules
 from gt_trace.capture.captured_mode import CapturedMode, with_settled_hooks
 from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.given_tensors import GivenTensors
-from gt_trace.capture.graph_inputs import InputKind, name_placeholders
+from gt_trace.capture.graph_inputs import GraphInput, InputKind, name_placeholders, with_uses
 from gt_trace.capture.inherit import inherit_annotations
 from gt_trace.capture.input_preparers import TraceInputs
 from gt_trace.capture.live_state import LiveState
 from gt_trace.capture.module_state import collect_state
 from gt_trace.capture.purity import refuse_constants, refuse_data_dependence, refuse_side_effects
+from gt_trace.capture.shared_inputs import refuse_dependent_inputs
 from gt_trace.capture.stack_traces import memoised_stack_traces
 from gt_trace.capture.subclass_layout import PLAIN, TensorLayout, flatten_tensor
 from gt_trace.errors import CaptureError
@@ -55,7 +57,7 @@ from gt_trace.joint.joint_descriptors import (
     described_results,
     state_names,
 )
-from gt_trace.joint.joint_graph import JointGraph, OutputSignature
+from gt_trace.joint.joint_graph import GraphResult, JointGraph, OutputSignature
 
 
 def export_joint_graph(
@@ -120,14 +122,17 @@ def _joint_graph(
     gradient_layouts = _gradient_layouts(exported, described, found)
     results = _keep_plain(graph_module.graph, described, found)
     inputs_kept = tuple(each.meaning for each in described if each.meaning is not None)
+    returned = tuple(each.meaning for each in results if each.meaning is not None)
+    inputs_kept = _with_mutations(with_uses(inputs_kept, graph_module.graph), returned)
     name_placeholders(graph_module.graph, inputs_kept)
     refuse_constants(graph_module, flat.slots)
+    refuse_dependent_inputs(flat, inputs_kept, is_differentiable=True)
     graph_module.recompile()
     assert shell.output_spec is not None
     return JointGraph(
         graph_module=graph_module,
         inputs=inputs_kept,
-        results=tuple(each.meaning for each in results if each.meaning is not None),
+        results=returned,
         state=tuple(slot.entry for slot in flat.slots),
         state_layouts=flat.state_layouts,
         arguments=flat.signatures(fakes),
@@ -139,6 +144,19 @@ def _joint_graph(
         differentiable=_differentiable(flat),
         gradient_layouts=gradient_layouts,
         mode=mode,
+    )
+
+
+def _with_mutations(
+    inputs: Sequence[GraphInput], results: Sequence[GraphResult]
+) -> tuple[GraphInput, ...]:
+    """Return the inputs, with those marked that are updated after the graph has run."""
+    mutated = {(each.of, each.name, each.leaf) for each in results if each.kind == "mutation"}
+    return tuple(
+        replace(each, uses=("written", *(use for use in each.uses if use != "written")))
+        if (each.kind, each.name, each.leaf) in mutated
+        else each
+        for each in inputs
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch.distributed.tensor.placement_types import Placement
 from torch.fx import GraphModule
@@ -72,6 +72,8 @@ class JointGraph(CapturedInputs):
     returns mutated inputs, outputs and gradients, and has no side effect. ``partition``
     cuts it in a forward and a backward graph, which can be run.
     """
+
+    is_differentiable: ClassVar[bool] = True
 
     graph_module: GraphModule
     results: tuple[GraphResult, ...]

@@ -12,7 +12,7 @@ from gt_trace._torch_internals import lazy_graph_module
 from gt_trace.capture.captured_mode import CapturedMode
 from gt_trace.capture.fake_tensors import fake_over
 from gt_trace.capture.flat_inputs import FlatInputs, fake_like
-from gt_trace.capture.graph_inputs import GraphInput, name_placeholders
+from gt_trace.capture.graph_inputs import GraphInput, name_placeholders, with_uses
 from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor
 from gt_trace.capture.traced_step import TracedStep
 from gt_trace.stamping.planned_layers import PlannedLayers
@@ -64,6 +64,7 @@ def stamped_step(
         for made in outputs.plain(index, leaf)
     ]
     graph = builder.build(leaves)
+    inputs = with_uses(inputs, graph)
     name_placeholders(graph, inputs)
     return replace(
         short,

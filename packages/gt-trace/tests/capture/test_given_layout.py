@@ -1,0 +1,216 @@
+"""A step runs on the strides of its capture: other inputs are copied to them, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gt_trace import BoundStep, InputMismatchError, StateMismatchError, trace_step
+from gt_trace.joint import export_joint_graph, partition
+
+
+def bound(step: Callable[..., Any], *args: Any, module: nn.Module | None = None) -> BoundStep:
+    return trace_step(step, module=module)(*args).bind(module)
+
+
+def total(x: Tensor) -> Tensor:
+    return x.view(-1).cumsum(0)
+
+
+def strided(x: Tensor) -> Tensor:
+    return x.as_strided((3, 2), (x.stride(0), 2)) * 2
+
+
+def spectrum(x: Tensor) -> Tensor:
+    window = torch.ones(8)
+    return torch.stft(x, 8, 4, window=window, center=False, return_complex=True).abs()
+
+
+@pytest.mark.parametrize(
+    ("step", "given"),
+    [
+        pytest.param(total, torch.randn(4, 3).t(), id="transposed"),
+        pytest.param(total, torch.randn(3, 9)[:, 1:5], id="sliced"),
+        pytest.param(total, torch.randn(3, 1).expand(3, 4), id="expanded"),
+        pytest.param(
+            total, torch.randn(3, 4)[[0, 1, 2]].flip(0).t().contiguous().t(), id="columns"
+        ),
+        pytest.param(strided, torch.randn(4, 3).t(), id="as_strided"),
+        pytest.param(strided, torch.randn(24)[12:].view(3, 4), id="offset"),
+        pytest.param(spectrum, torch.randn(32, 3).t(), id="stft"),
+    ],
+)
+def test_an_input_of_other_strides_is_computed_with_as_its_copy(
+    step: Callable[[Tensor], Tensor], given: Tensor
+) -> None:
+    run = bound(step, torch.randn(given.shape))
+    assert torch.equal(run(given), step(given.contiguous()))
+    assert torch.equal(run(given.contiguous()), step(given.contiguous()))
+
+
+def test_a_contiguous_input_is_computed_with_in_the_captured_memory_format() -> None:
+    def step(x: Tensor) -> Tensor:
+        return x.permute(0, 2, 3, 1).view(-1).cumsum(0)
+
+    last = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    run = bound(step, last)
+    assert torch.equal(run(last.contiguous()), step(last))
+
+
+def test_tokens_and_labels_cut_from_one_batch_are_read_where_they_lie_or_copied() -> None:
+    model = nn.Embedding(10, 4)
+
+    def step(tokens: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.reshape(-1) % 4)
+        return loss, *torch.autograd.grad(loss, list(model.parameters()))
+
+    example = torch.zeros(2, 3, 8, dtype=torch.long)
+    run = bound(step, *example, module=model)
+    batch = torch.randint(0, 10, (3, 9))
+    for found, wanted in zip(
+        run(batch[:, :-1], batch[:, 1:]), step(batch[:, :-1], batch[:, 1:]), strict=True
+    ):
+        assert torch.equal(found, wanted)
+
+
+def test_strides_of_dims_of_size_1_and_of_empty_tensors_need_no_copy() -> None:
+    run = bound(lambda x: x.mul_(2), torch.randn(1, 4))
+    given = torch.randn(1, 4).as_strided((1, 4), (77, 1))
+    wanted = given * 2
+    run(given)
+    assert torch.equal(given, wanted)
+    run = bound(lambda x: x.view(-1) * 2, torch.randn(0, 4))
+    assert run(torch.randn(4, 0).t()).shape == (0,)
+
+
+def write(x: Tensor) -> Tensor:
+    return x.mul_(2).sum()
+
+
+def give_back(x: Tensor) -> Tensor:
+    return x.view(-1)
+
+
+def at_an_offset(x: Tensor) -> Tensor:
+    return x.as_strided((2,), (1,), x.storage_offset() + 3) * 2
+
+
+def beyond(x: Tensor) -> Tensor:
+    return x.as_strided((6,), (1,)) * 2
+
+
+@pytest.mark.parametrize(
+    ("step", "example", "given", "problem"),
+    [
+        (
+            write,
+            torch.ones(3, 4),
+            torch.ones(4, 3).t(),
+            r"x: strides \[1, 3\], captured with \[4, 1\]; it cannot be copied, because the step wri",
+        ),
+        (
+            give_back,
+            torch.ones(3, 4),
+            torch.ones(4, 3).t(),
+            "because the step returns a view of it",
+        ),
+        (at_an_offset, torch.ones(3, 4), torch.ones(4, 3).t(), "because the step reads its memory"),
+        (
+            at_an_offset,
+            torch.ones(8),
+            torch.ones(16)[8:],
+            r"x: storage offset 8, captured with 0; .*reads its memory by as_strided; pass \.clone",
+        ),
+        (beyond, torch.ones(6)[:4], torch.ones(8)[::2], "because the step reads its memory"),
+        (
+            total,
+            torch.ones(1).expand(4),
+            torch.arange(4.0),
+            r"strides \[1\], captured with \[0\], where elements share memory; pass an expanded",
+        ),
+    ],
+)
+def test_an_input_that_a_copy_would_not_stand_for_is_refused(
+    step: Callable[[Tensor], Tensor], example: Tensor, given: Tensor, problem: str
+) -> None:
+    run = bound(step, example)
+    assert torch.equal(run(example.clone()) if step is write else run(example), step(example))
+    with pytest.raises(InputMismatchError, match=problem):
+        run(given)
+
+
+def test_conjugated_and_negated_views_are_resolved_or_refused() -> None:
+    run = bound(lambda x: torch.view_as_real(x) * 2, torch.ones(3, dtype=torch.complex64))
+    given = torch.randn(3, dtype=torch.complex64)
+    assert torch.equal(run(given.conj()), torch.view_as_real(given.conj().resolve_conj()) * 2)
+    imaginary = given.conj().imag
+    assert imaginary.is_neg()
+    assert torch.equal(bound(lambda x: x * 2, torch.ones(3))(imaginary), imaginary * 2)
+    with pytest.raises(InputMismatchError, match="conjugated or negated view; it cannot be copied"):
+        bound(lambda x: x.mul_(2), torch.ones(3, dtype=torch.complex64))(given.conj())
+    with pytest.raises(InputMismatchError, match="captured as a lazily conjugated or negated view"):
+        bound(lambda x: x * 2, given.conj())(given)
+
+
+def test_dynamic_sizes_have_the_strides_that_follow_from_them() -> None:
+    example = torch.randn(3, 8)
+    torch._dynamo.mark_dynamic(example, 1)
+    run = bound(total, example)
+    for given in (torch.randn(3, 5), torch.randn(5, 3).t(), torch.randn(3, 9)[:, 2:7]):
+        assert torch.equal(run(given), total(given.contiguous()))
+    example = torch.randn(3, 8)
+    torch._dynamo.mark_dynamic(example, 1)
+    run = bound(write, example)
+    run(torch.ones(3, 5))
+    with pytest.raises(
+        InputMismatchError, match=r"x: strides \[1, 3\], captured with \[5, 1\]; it"
+    ):
+        run(torch.ones(5, 3).t())
+
+
+def test_parameters_and_buffers_of_other_strides_are_refused() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten())
+    run = bound(lambda x: model(x).sum(), torch.randn(2, 3, 5, 5), module=model)
+    weight = model[0].weight
+    weight.data = weight.data.to(memory_format=torch.channels_last)
+    expected = r"0\.weight: strides \[27, 1, 9, 3\], captured with \[27, 9, 3, 1\]; give it the"
+    with pytest.raises(StateMismatchError, match=expected):
+        run(torch.randn(2, 3, 5, 5))
+    weight.data = weight.data.contiguous()
+    run(torch.randn(2, 3, 5, 5))
+    weight.data = weight.data.double()
+    with pytest.raises(StateMismatchError, match=r"0\.weight: torch\.float64"):
+        run(torch.randn(2, 3, 5, 5))
+
+
+def test_a_joint_graph_lays_inputs_out_and_refuses_those_that_it_writes() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, seen: Tensor) -> Tensor:
+            seen.add_(1)
+            return self.linear(x).view(-1)
+
+    model = Model()
+    run = partition(export_joint_graph(model, (torch.randn(3, 4), torch.zeros(2, 2)))).bind(model)
+    x, seen = torch.randn(4, 3).t(), torch.zeros(2, 2)
+    x.requires_grad_(False)
+    assert torch.equal(run(x, seen), model.linear(x.contiguous()).view(-1))
+    assert torch.equal(seen, torch.ones(2, 2))
+    with pytest.raises(InputMismatchError, match=r"seen: strides \[1, 2\].*the step writes it"):
+        run(x, torch.zeros(2, 2).t())
+
+
+def test_uses_are_those_of_the_graph() -> None:
+    def step(read: Tensor, written: Tensor, given: Tensor, placed: Tensor) -> Any:
+        written[0].add_(read[0])
+        return read + placed.as_strided((2,), (1,), 1), (given.t(),)
+
+    inputs = trace_step(step)(*(torch.ones(2, 2) for _ in range(4))).inputs
+    assert [each.uses for each in inputs] == [(), ("written",), ("returned",), ("positions",)]
