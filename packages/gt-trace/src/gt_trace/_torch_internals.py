@@ -242,6 +242,13 @@ def kept_for_backward(node: Any) -> dict[str, Any]:
     return kept
 
 
+def generator_address(generator: torch.Generator) -> int:
+    """Return the address of a generator, of which PyTorch makes several Python objects."""
+    made: Any = generator
+    address: int = made._cdata
+    return address
+
+
 def is_in_backward() -> bool:
     """Return whether autograd's engine runs a backward on this thread; no public way to ask."""
     task: int = torch._C._current_graph_task_id()

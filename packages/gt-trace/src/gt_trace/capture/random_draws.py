@@ -46,10 +46,11 @@ def refuse_repeated_draws(graph_module: GraphModule) -> None:
 def _draws(graph_module: GraphModule) -> Iterator[Node]:
     for module in graph_module.modules():
         if isinstance(module, GraphModule):
-            yield from filter(_advances_generator, module.graph.nodes)
+            yield from filter(advances_generator, module.graph.nodes)
 
 
-def _advances_generator(node: Node) -> bool:
+def advances_generator(node: Node) -> bool:
+    """Return whether a node draws random numbers."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -61,6 +62,22 @@ def _advances_generator(node: Node) -> bool:
                 return bool(node.args[position] != 0)
             return bool(node.kwargs.get("dropout_p", declared.default_value) != 0)
     return True
+
+
+def explicit_generator(node: Node, root: object) -> torch.Generator | None:
+    """Return the generator that is an argument of a node; None for a node without one.
+
+    Args:
+        node: draws.
+        root: has the attributes of the node's graph; a generator is one in newer versions of torch.
+    """
+    for argument in (*node.args, *node.kwargs.values()):
+        value: object = argument
+        if isinstance(argument, Node) and argument.op == "get_attr":
+            value = getattr(root, str(argument.target), None)
+        if isinstance(value, torch.Generator):
+            return value
+    return None
 
 
 def _form(node: Node) -> tuple[object, ...]:

@@ -69,7 +69,7 @@ def memoised_stack_traces() -> Iterator[None]:
     try:
         yield
     finally:
-        del tracer.create_node
+        tracer.create_node = create_node
         tracer.record_stack_traces = is_recording
 
 

@@ -39,6 +39,7 @@ from gt_trace.capture.live_state import LiveState
 from gt_trace.capture.module_state import collect_state, swapped_optimizer
 from gt_trace.capture.purity import refuse_constants, refuse_data_dependence, refuse_side_effects
 from gt_trace.capture.random_draws import refuse_repeated_draws
+from gt_trace.capture.random_state import current_watch, with_untouched_generators
 from gt_trace.capture.shared_inputs import refuse_dependent_inputs
 from gt_trace.capture.stack_traces import memoised_stack_traces
 from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor
@@ -65,7 +66,8 @@ def trace_step(
             and returns a tree of tensors. It reads ``module`` and ``optimizer`` by closure. It
             runs once, on fake tensors; no kernel runs. If it installed hooks of modules, it runs
             again, with them: the preparers' ``before_faking`` too, so that Python state which
-            either changes (a counter, a list) is changed twice.
+            either changes (a counter, a list) is changed twice. It also runs again if it changed
+            random number generators, or drew from some that were not found before.
         module: its parameters and buffers become the leading inputs of the graph. Nodes traced in
             the forward of a submodule carry that module's name. In-place updates of buffers are
             captured and happen at replay.
@@ -163,7 +165,10 @@ def trace_without_code(
         )
 
     def capture(*args: Any, **kwargs: Any) -> TracedStep:
-        return with_settled_hooks(module, lambda: once(*args, **kwargs))
+        def settled() -> TracedStep:
+            return with_settled_hooks(module, lambda: once(*args, **kwargs))
+
+        return with_untouched_generators(fn, module, settled)
 
     return capture
 
@@ -216,8 +221,15 @@ class _TracedFunction:
                 given = GivenTensors(
                     self._flat, state, pytree.tree_leaves((inputs.args, dict(inputs.kwargs)))
                 )
-                with LiveState(slots, state, names=given.names), refuse_data_dependence():
+                watch = current_watch()
+                with (
+                    watch.running(),
+                    LiveState(slots, state, names=given.names),
+                    refuse_data_dependence(),
+                ):
+                    watch.follow_draws()
                     result = self._fn(*inputs.args, **inputs.kwargs)
+                    watch.look()
                 given.refuse_changes()
                 refuse_side_effects(slots, before, writes_grad=self._optimizer is not None)
             finally:

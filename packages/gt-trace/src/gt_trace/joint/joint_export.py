@@ -45,6 +45,7 @@ from gt_trace.capture.input_preparers import TraceInputs
 from gt_trace.capture.live_state import LiveState
 from gt_trace.capture.module_state import collect_state
 from gt_trace.capture.purity import refuse_constants, refuse_data_dependence, refuse_side_effects
+from gt_trace.capture.random_state import current_watch, with_untouched_generators
 from gt_trace.capture.shared_inputs import refuse_dependent_inputs
 from gt_trace.capture.stack_traces import memoised_stack_traces
 from gt_trace.capture.subclass_layout import PLAIN, TensorLayout, flatten_tensor
@@ -95,7 +96,11 @@ def export_joint_graph(
     """
     inputs = TraceInputs(args=args, kwargs=dict(kwargs or {}))
     device, placements = torch.device(meta_device), dict(gradient_placements or {})
-    return with_settled_hooks(module, lambda: _joint_graph(module, inputs, device, placements))
+
+    def settled() -> JointGraph:
+        return with_settled_hooks(module, lambda: _joint_graph(module, inputs, device, placements))
+
+    return with_untouched_generators(module.forward, module, settled)
 
 
 def _joint_graph(
@@ -165,8 +170,10 @@ def _export(
 ) -> JointWithDescriptors:
     leaves = pytree.tree_leaves((inputs.args, inputs.kwargs))
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    with _tracing_contexts(fake_mode, module) as stack:
+    watch = current_watch()
+    with watch.running(), _tracing_contexts(fake_mode, module) as stack:
         exported = aot_export_joint_with_descriptors(stack, shell, tensors)
+        watch.look()  # before AOTAutograd restores PyTorch's generators
     if not any(output.requires_grad for output in shell.outputs):
         raise CaptureError(
             "no output of the module requires a gradient, so it has no backward: capture it where "
@@ -227,12 +234,15 @@ class _Shell(nn.Module):
                 slot.put(tensor)
             before = [slot.contents() for slot in slots]
             given = GivenTensors(self.flat, state, leaves)
+            watch = current_watch()
+            watch.follow_draws()
             with (
                 memoised_stack_traces(),
                 refuse_data_dependence(),
                 LiveState(slots, state, names=given.names) as live,
             ):
                 result = self._inner[0](*args, **kwargs)
+            watch.look()
             live.refuse_live_leaves(pytree.tree_leaves(result))
             given.refuse_changes()
             refuse_side_effects(slots, before, writes_grad=False)

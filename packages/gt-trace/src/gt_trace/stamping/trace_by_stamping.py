@@ -28,6 +28,8 @@ from gt_trace.capture.captured_mode import (
 from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
 from gt_trace.capture.module_state import StateSlot, collect_state
+from gt_trace.capture.random_state import RandomWatch
+from gt_trace.capture.reachable_generators import HeldGenerator, reachable_generators
 from gt_trace.capture.trace import (
     ConstantPolicy,
     trace_step,
@@ -183,6 +185,7 @@ class _Stamper:
     known_functions: frozenset[str]
     min_layers: int
     num_layers: int = 0
+    generators: Sequence[HeldGenerator] = ()
 
     def capture(self) -> StampedCapture:
         """Stamp, or raise ``NotStampable`` where the step must be captured in full."""
@@ -195,6 +198,7 @@ class _Stamper:
         slots = collect_state(self.module)
         refuse_shared_weights(layers, slots)
         refuse_backward_hooks(layers)
+        self.generators = reachable_generators(self.fn, self.module)
         kinds, difference = self._kinds(layers)
         try:
             plan = plan_layers(kinds)
@@ -292,9 +296,15 @@ class _Stamper:
                 inputs = preparer.inside_trace(inputs)
             leaves = pytree.tree_leaves((inputs.args, dict(inputs.kwargs)))
 
+            watch = RandomWatch(self.generators)
+
             def run() -> Any:
-                with _swapped(flat.slots, state), _unchanged(self.module):
-                    return self.fn(*inputs.args, **inputs.kwargs)
+                with _swapped(flat.slots, state), _unchanged(self.module), watch.running():
+                    result = self.fn(*inputs.args, **inputs.kwargs)
+                    watch.look()
+                if watch.changes:
+                    raise NotStampable("the step changes a random number generator")
+                return result
 
             with _told(layers, keep):
                 return record_step(
