@@ -62,6 +62,41 @@ def test_finds_nothing_in_a_graph_as_captured():
     assert report.unverified == ()
 
 
+def _rename_parameter(graph_module: GraphModule) -> None:
+    node = next(iter(graph_module.graph.find_nodes(op="placeholder")))
+    node.target = "x=print()"
+
+
+def _rename_output(graph_module: GraphModule) -> None:
+    graph_module.graph.output_node().target = "output; print()"
+
+
+def _add_keyword(graph_module: GraphModule) -> None:
+    node_of(graph_module, "relu").kwargs = {"x=print(), y": 1}
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (_rename_parameter, "its target is 'x=print()', which is no name that a parameter"),
+        (_rename_output, "its target is 'output; print()', which is no name that an output has"),
+        (_add_keyword, "a keyword argument named 'x=print(), y', which is no parameter of aten."),
+    ],
+)
+def test_finds_text_that_would_be_code(edit: Callable[[GraphModule], None], message: str):
+    graph_module = gathered_product()
+    verifier = Verifier()
+    before = verifier.scan(graph_module)
+    interface = GraphInterface.of(graph_module)
+
+    edit(graph_module)
+
+    assert message in problems(graph_module)
+    after = verifier.scan(graph_module, before=before)
+    found = verifier.find_new_problems(before, after, interface=interface)
+    assert message in "\n".join(map(str, found))
+
+
 def test_finds_a_stale_shape():
     graph_module = gathered_product()
     relu = node_of(graph_module, "relu")

@@ -36,7 +36,7 @@ from torch._C._autograd import _get_sequence_nr as sequence_counter
 from torch._guards import TracingContext, tracing
 
 # The classes of operators: plain ones, and those that take functions, as FlexAttention.
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -93,15 +94,31 @@ def test_products_of_a_compiler_come_back_in_order(folder: GraphFolder):
 
 
 @pytest.mark.parametrize("level", [0, 1, 2], ids=["file", "its folder", "the folder"])
-def test_products_that_others_may_have_written_are_not_used(
-    level: int, folder: GraphFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("name", ["products", "division"])
+def test_what_others_may_have_written_is_not_used(
+    name: str, level: int, folder: GraphFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     folder.write_products(IDENTITY, [b"code"])
-    path = tmp_path / IDENTITY.digest / "products"
+    folder.write_division(IDENTITY, Division(axes=("tp",), reason="why"))
+    assert folder.find(IDENTITY, GRAPH) is not None
+    path = tmp_path / IDENTITY.digest / name
     (path, *path.parents)[level].chmod(0o777)
-    assert folder.find_products(IDENTITY) is None
-    assert "holds compiled code and is not used, since others may write to" in caplog.text
+    found = folder.find_products(IDENTITY) if name == "products" else folder.find(IDENTITY, GRAPH)
+    assert found is None
+    assert f"{path} is not used, since others may write to" in caplog.text
     assert path.exists()
+
+
+def test_what_is_stored_is_writable_by_its_owner_alone(tmp_path: Path):
+    previous = os.umask(0)
+    try:
+        folder = GraphFolder(
+            ArtifactFolder(tmp_path / "new" / "folder", max_bytes=None), axes=MeshAxes()
+        )
+        folder.write_products(IDENTITY, [b"code"])
+    finally:
+        os.umask(previous)
+    assert folder.find_products(IDENTITY) == (b"code",)
 
 
 def test_damaged_products_are_set_aside(

@@ -33,6 +33,7 @@ from gt_passes.verifier.collective_waits import find_wait_problems
 from gt_passes.verifier.memory_order import MemoryOrder
 from gt_passes.verifier.refused_writes import find_refused_write_problems
 from gt_passes.verifier.repropagation import Repropagator, UnverifiedNode
+from gt_trace.code_text import code_problem, shadowed_parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +183,8 @@ def _is_well_formed(before: GraphScan, after: GraphScan, changed: Sequence[Node]
             return False
         if node.op == "output" and position[node] != len(position) - 1:
             return False
+        if code_problem(node) is not None:
+            return False
     if not after.is_reordered(before):
         return _are_after_operands(changed, after)
     placeholders = after.graph_module.graph.find_nodes(op="placeholder")
@@ -223,11 +226,13 @@ def _is_surely_sound(scan: GraphScan) -> bool:
         return False
     names = {node.name for node in position}
     for node in position:
-        if node.op not in _SOUND_OPS or node.graph is not graph:
+        if node.op not in _SOUND_OPS or node.graph is not graph or code_problem(node):
             return False
         if node.op == "get_attr" and attribute_of(scan.graph_module, node) is None:
             return False
-    return len(names) == len(position) and _are_after_operands(position, scan)
+    if len(names) != len(position) or shadowed_parameter(position):
+        return False
+    return _are_after_operands(position, scan)
 
 
 _SOUND_OPS = frozenset({"placeholder", "call_function", "get_attr", "output"})
@@ -244,6 +249,11 @@ def _structure_problems(scan: GraphScan) -> Iterator[GraphProblem]:
         # lint prints the whole graph after its first line.
         yield GraphProblem(check="well-formed", message=str(error).split("\n", 1)[0])
     nodes = list(graph_module.graph.nodes)
+    for node in nodes:
+        if problem := code_problem(node):
+            yield GraphProblem(check="well-formed", node_name=node.name, message=problem)
+    if problem := shadowed_parameter(nodes):
+        yield GraphProblem(check="well-formed", message=problem)
     outputs = [node for node in nodes if node.op == "output"]
     if len(outputs) != 1 or nodes[-1] is not outputs[0]:
         yield GraphProblem(

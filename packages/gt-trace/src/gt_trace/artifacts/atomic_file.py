@@ -19,6 +19,10 @@ TEMPORARY_PREFIX = ".writing-"
 """How files begin that are being written; one that stays was left by a writer that was killed."""
 
 _ATTEMPTS = 100
+_FILE_MODE = 0o644
+_FOLDER_MODE = 0o755
+"""What is stored can be written by its owner alone, whatever the umask: else no run would read it.
+"""
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
@@ -57,12 +61,19 @@ def _open_beside(path: Path) -> tuple[BinaryIO, Path]:
     for attempts_left in reversed(range(_ATTEMPTS)):
         # Another job may find the folder empty and remove it, between these lines or within mkdir.
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return temporary.open("xb"), temporary
+            _make_folder(path.parent)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            return os.fdopen(os.open(temporary, flags, _FILE_MODE), "wb"), temporary
         except (FileNotFoundError, FileExistsError):
             if not attempts_left:
                 raise
     raise AssertionError("the last attempt raises")
+
+
+def _make_folder(folder: Path) -> None:
+    for each in (*reversed(folder.parents), folder):
+        if not each.is_dir():
+            each.mkdir(_FOLDER_MODE, exist_ok=True)
 
 
 def _bring_to_disk(folder: Path) -> None:

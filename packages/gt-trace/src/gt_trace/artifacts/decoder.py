@@ -8,11 +8,14 @@ verifier to say.
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
+from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
@@ -21,6 +24,7 @@ from gt_config.node_keys import ANNOTATION_TYPES
 from gt_trace._torch_internals import (
     DTensor,
     FakeTensorMode,
+    OpOverload,
     ShapeEnv,
     TensorMetadata,
     add_node,
@@ -31,10 +35,12 @@ from gt_trace._torch_internals import (
     set_neg,
 )
 from gt_trace.artifacts.coordinate_rules import decoded_rule
-from gt_trace.artifacts.expressions import decoded_expression
+from gt_trace.artifacts.expressions import SizeReader
 from gt_trace.artifacts.mesh_axes import MeshAxes
-from gt_trace.artifacts.operators import NAMESPACES, find_operator
+from gt_trace.artifacts.metadata_texts import check_metadata, check_metadata_key
+from gt_trace.artifacts.operators import NAMESPACES, SIZE_FUNCTIONS, find_operator
 from gt_trace.artifacts.records import decoded_record
+from gt_trace.artifacts.size_arithmetic import MAX_INTEGER, SizeArithmetic
 from gt_trace.artifacts.size_facts import restored_facts
 from gt_trace.capture.block_masks import StoredCode, mask_structure
 from gt_trace.capture.captured_mode import CapturedMode
@@ -42,6 +48,7 @@ from gt_trace.capture.graph_inputs import ArgumentSignature, GraphInput
 from gt_trace.capture.input_uses import InputUse
 from gt_trace.capture.module_state import StateEntry
 from gt_trace.capture.subclass_layout import PLAIN, TensorLayout
+from gt_trace.code_text import code_problem, is_code_name, shadowed_parameter
 from gt_trace.errors import ArtifactError
 
 _OPS = {"p": "placeholder", "c": "call_function", "g": "get_attr", "o": "output"}
@@ -85,13 +92,14 @@ class Decoder:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._fills: dict[int, torch.Tensor] = {}  # by storage, a tensor that is all of it
         self._filled_bytes: dict[int, int | None] = {}  # by position of what is known of tensors
-        self._symbols: dict[str, Any] = {}
+        self._expressions = SizeReader()
+        self._read_blobs: set[str] = set()
         self._sizes: dict[str, Any] = {}
         shape_env = self.fake_mode.shape_env
         if document["sizes"] is not None:
             if shape_env is None:
                 raise ArtifactError("the fake mode has no shape environment for sizes at run time")
-            self._symbols = restored_facts(document["sizes"], shape_env)
+            self._expressions = restored_facts(document["sizes"], shape_env)
 
     # ---- graphs ---------------------------------------------------------------------------------
 
@@ -103,22 +111,34 @@ class Decoder:
         """
         graph = Graph()
         nodes: list[Node] = []
-        attributes = {name: self._attribute(held) for name, held in encoded["attributes"].items()}
+        attributes: dict[str, Any] = {}
+        for name, held in encoded["attributes"].items():
+            if not is_code_name(name) or name in _OWN_ATTRIBUTES:
+                raise ArtifactError(f"an attribute of a stored graph is named {name[:100]!r}")
+            attributes[name] = self._attribute(held)
+        arithmetic = SizeArithmetic(SIZE_FUNCTIONS)
         for item in encoded["nodes"]:
             nodes.append(self._node(graph, item, nodes))
+            arithmetic.check(nodes[-1])
         for node in nodes:
             if node.op == "get_attr" and node.target not in attributes:
                 raise ArtifactError(f"node {node.name} reads an attribute that is not stored")
         if not nodes or nodes[-1].op != "output":
             raise ArtifactError("a stored graph does not end with its output")
-        return lazy_graph_module(attributes, graph, str(encoded["name"]))
+        if problem := shadowed_parameter(nodes):
+            raise ArtifactError(problem)
+        if not _GRAPH_NAME.fullmatch(encoded["name"]):
+            raise ArtifactError(f"a stored graph is named {encoded['name'][:100]!r}")
+        return lazy_graph_module(attributes, graph, encoded["name"])
 
     def _node(self, graph: Graph, item: Any, before: Sequence[Node]) -> Node:
         op, name, target, args, kwargs, meta = item
         if op == "c":
             target = self._operators[_index(target)]
-        elif type(target) is not str or (op == "g" and not target.isidentifier()):
-            raise ArtifactError(f"node {name!r} has the target {target!r}")
+        elif type(target) is not str or (op == "g" and "." in target):
+            raise ArtifactError(f"node {name!r} has the target {str(target)[:100]!r}")
+        elif kwargs or len(args) != (op == "o"):
+            raise ArtifactError(f"node {name!r} has arguments that no {_OPS[op]} has")
         operands = tuple([self._argument(each, before) for each in args])
         named = {key: self._argument(each, before) for key, each in kwargs}
         if len(named) != len(kwargs) or set(map(type, named)) - {str}:
@@ -126,7 +146,11 @@ class Decoder:
         node = add_node(graph, _OPS[op], target, operands, named, name=name)
         if node.name != name:
             raise ArtifactError(f"two nodes are named {name!r}, or that is no name")
+        if problem := code_problem(node):
+            raise ArtifactError(f"node {name!r} cannot be part of a graph: {problem}")
         decoded = self._decoded
+        for key, _ in meta:
+            check_metadata_key(key)
         node.meta = {
             key: self.value(held)
             if key in _OWN_VALUES
@@ -137,7 +161,7 @@ class Decoder:
 
     def _argument(self, item: Any, before: Sequence[Node]) -> Any:
         if type(item) is not list:
-            return item
+            return _scalar(item) if type(item) is not str else _text_argument(item)
         tag = item[0]
         if tag == "n":
             return before[_index(item[1])]
@@ -148,10 +172,13 @@ class Decoder:
         if tag == "g":
             return self._axes.group(item[1])
         if tag == "d":
-            return {self.value(k): self._argument(each, before) for k, each in item[1:]}
+            return {_option(k): self._argument(_option(each), before) for k, each in item[1:]}
         if tag == "sl":
             return slice(*(self._argument(each, before) for each in item[1:]))
-        return self.value(item)
+        value = self.value(item)
+        if not isinstance(value, _ARGUMENT_TYPES):
+            raise ArtifactError(f"an argument of a node is a {type(value).__name__}")
+        return value
 
     def _attribute(self, held: Any) -> Any:
         tag, first, *facts = held
@@ -160,12 +187,17 @@ class Decoder:
         if tag != "constant":
             raise ArtifactError(f"an attribute of a graph is a {tag!r}")
         digest, *described = facts
+        dtype, device, shape = map(self.value, described)
+        if first in self._read_blobs:
+            raise ArtifactError(f"two attributes are the constant {first!r}")
+        self._read_blobs.add(first)
         held_bytes = self._blob(first)
+        if len(held_bytes) != math.prod(map(_index, shape)) * dtype.itemsize:
+            raise ArtifactError(f"the constant {first!r} has {len(held_bytes):,} bytes")
         if hashlib.sha256(held_bytes).hexdigest() != digest:
             raise ArtifactError(
                 f"the constant {first!r} is not the one that the graph was made with"
             )
-        dtype, device, shape = map(self.value, described)
         plain = torch.frombuffer(bytearray(held_bytes), dtype=torch.uint8)
         tensor = plain.view(dtype).reshape(shape)
         return tensor.to(device)
@@ -186,7 +218,7 @@ class Decoder:
             ArtifactError: nothing is encoded so.
         """
         if type(item) is not list:
-            return item
+            return _scalar(item)
         decode = _BY_TAG.get(item[0])
         if decode is None:
             raise ArtifactError(f"a value is a {item[0]!r}, and there are none")
@@ -240,7 +272,7 @@ class Decoder:
         key = repr(item)
         known = self._sizes.get(key)
         if known is None:
-            expression = decoded_expression(encoded, self._symbols)
+            expression = self._expressions.read(encoded)
             shape_env: Any = self.fake_mode.shape_env
             make = {
                 "s": shape_env.create_symintnode,
@@ -252,16 +284,21 @@ class Decoder:
         return known
 
     def _mapping(self, item: Any) -> dict[Any, Any]:
+        if len(item) > _MAX_MAPPING:
+            raise ArtifactError(f"a dictionary has {len(item) - 1:,} items")
         return {self.value(key): self.value(each) for key, each in item[1:]}
 
     def _by_coordinate(self, item: Any) -> int:
         rule = decoded_rule(item)
-        return rule.at({axis: self._axes.coordinate(axis) for axis in rule.steps})
+        number = rule.at({axis: self._axes.coordinate(axis) for axis in rule.steps})
+        return _index(number) if number >= 0 else -_index(-number)
 
     def _symbol(self, item: Any) -> Any:
-        return decoded_expression(str(item[1]), self._symbols)
+        return self._expressions.read(str(item[1]))
 
     def _device(self, item: Any) -> torch.device:
+        if type(item[1]) is not str or not item[1].isalnum():
+            raise ArtifactError(f"{item[1]!r:.100} is no type of device")
         if item[0] == "own":
             return torch.device(item[1], self._axes.device_index)
         return torch.device(item[1]) if item[2] is None else torch.device(item[1], item[2])
@@ -346,8 +383,9 @@ def _checked(value: Any) -> Any:
     """A value of metadata; annotations in it are read as those who use them will.
 
     Raises:
-        ArtifactError: an annotation is malformed, or of another version.
+        ArtifactError: an annotation is malformed, or of another version, or as ``check_metadata``.
     """
+    check_metadata(value)
     if isinstance(value, dict):
         for concept in ANNOTATION_TYPES:
             try:
@@ -377,8 +415,34 @@ def _use(item: Any) -> InputUse:
 
 
 def _index(item: Any) -> int:
-    if type(item) is not int or item < 0:
-        raise ArtifactError(f"{item!r} is no position")
+    if type(item) is not int or not 0 <= item <= MAX_INTEGER:
+        raise ArtifactError(f"{item!r:.100} is no position")
+    return item
+
+
+def _scalar(item: Any) -> Any:
+    """A value that stands for itself; integers are of the size that operators take."""
+    kind = type(item)
+    if kind is int:
+        sound = -MAX_INTEGER <= item <= MAX_INTEGER
+    else:
+        sound = item is None or kind in (str, bool) or (kind is float and math.isfinite(item))
+    if not sound:
+        raise ArtifactError(f"{item!r:.100} is no plain value")
+    return item
+
+
+def _text_argument(text: str) -> str:
+    """A text that code of a compiler may have in quotes."""
+    if not text.replace("\n", "").isprintable() or '"' in text or "\\" in text:
+        raise ArtifactError(f"an argument of a node is the text {text[:100]!r}")
+    return text
+
+
+def _option(item: Any) -> Any:
+    """A key or a value of a dictionary of options, which kernels are written from."""
+    if type(item) is str and not is_code_name(item):
+        raise ArtifactError(f"an option of a node is the text {item[:100]!r}")
     return item
 
 
@@ -389,21 +453,21 @@ def _present(layout: TensorLayout | None) -> TensorLayout:
 
 
 def _dtype(name: Any) -> torch.dtype:
-    found = getattr(torch, str(name), None)
+    found = vars(torch).get(str(name))
     if not isinstance(found, torch.dtype):
         raise ArtifactError(f"{name!r} is no dtype")
     return found
 
 
 def _layout_kind(name: Any) -> torch.layout:
-    found = getattr(torch, str(name), None)
+    found = vars(torch).get(str(name))
     if not isinstance(found, torch.layout):
         raise ArtifactError(f"{name!r} is no layout of memory")
     return found
 
 
 def _memory_format(name: Any) -> torch.memory_format:
-    found = getattr(torch, str(name), None)
+    found = vars(torch).get(str(name))
     if not isinstance(found, torch.memory_format):
         raise ArtifactError(f"{name!r} is no memory format")
     return found
@@ -416,6 +480,25 @@ def _float(text: Any) -> float:
 
 
 _OWN_VALUES = frozenset({"val", "eager_input_vals", "seq_nr"})
+_OWN_ATTRIBUTES = frozenset({*dir(GraphModule), *vars(nn.Module())})
+"""Names that mean something on any module of a graph."""
+
+_GRAPH_NAME = re.compile(r"[A-Za-z0-9_.<>]{1,200}")
+_MAX_MAPPING = 2**14
+"""So that a dictionary of keys with equal hashes is made in seconds."""
+
+_ARGUMENT_TYPES = (
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    float,
+    complex,
+    OpOverload,
+)
+"""What an argument of a node may be besides nodes, plain values and containers of them. FX pastes
+the ``repr`` of an argument into code, and that of other objects may be any text."""
+
 
 _BY_TAG: dict[Any, Callable[[Decoder, Any], Any]] = {
     "T": Decoder._tensor,

@@ -32,6 +32,7 @@ from gt_trace._torch_internals import (
 )
 from gt_trace.artifacts.expressions import encoded_expression
 from gt_trace.artifacts.mesh_axes import MeshAxes
+from gt_trace.artifacts.metadata_texts import check_metadata
 from gt_trace.artifacts.operators import NAMESPACES, operator_name
 from gt_trace.artifacts.records import encoded_record
 from gt_trace.artifacts.size_facts import encoded_facts
@@ -40,6 +41,7 @@ from gt_trace.capture.captured_mode import CapturedMode
 from gt_trace.capture.graph_inputs import ArgumentSignature, GraphInput
 from gt_trace.capture.module_state import StateEntry
 from gt_trace.capture.subclass_layout import TensorLayout
+from gt_trace.code_text import code_problem, comment_text, is_comment_text
 from gt_trace.errors import ArtifactError
 
 _OPS = {"placeholder": "p", "call_function": "c", "get_attr": "g", "output": "o"}
@@ -47,6 +49,7 @@ _OWN_VALUES = frozenset({"val", "eager_input_vals", "seq_nr"})
 """Metadata that is another for each node; all other metadata stands in the table of values."""
 
 _SEQUENCE_NUMBER = "seq_nr"
+_STACK_TRACE = "stack_trace"
 
 
 _PROVENANCE = frozenset({"from_node", "nn_module_stack", "source_fn_stack", "torch_fn"})
@@ -116,6 +119,8 @@ class Encoder:
     def _node(self, node: Node, positions: Mapping[Node, int]) -> list[Any]:
         if node.op not in _OPS:
             raise ArtifactError(f"a stored graph has no {node.op} nodes")
+        if problem := code_problem(node):
+            raise ArtifactError(problem)
         target: Any = node.target
         if node.op == "call_function":
             target = self._operator(target)
@@ -129,11 +134,18 @@ class Encoder:
             for name, arg in node.kwargs.items()
         ]
         meta = [
-            [key, self._own(key, value) if key in _OWN_VALUES else self.shared(value)]
+            [key, self._own(key, value) if key in _OWN_VALUES else self._metadata(key, value)]
             for key, value in node.meta.items()
             if key not in _PROVENANCE
         ]
         return [_OPS[node.op], node.name, target, args, kwargs, meta]
+
+    def _metadata(self, key: str, value: Any) -> int:
+        if key == _STACK_TRACE and isinstance(value, str) and not is_comment_text(value):
+            value = comment_text(value)
+        if id(value) not in self._known:
+            check_metadata(value)
+        return self.shared(value)
 
     def _own(self, key: str, value: Any) -> Any:
         """Metadata of one node; sequence numbers count from the first that stands in the document.

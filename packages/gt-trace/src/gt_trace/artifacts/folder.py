@@ -113,6 +113,21 @@ class ArtifactFolder:
             os.utime(path)
         return path
 
+    def writable_by_others(self, path: Path) -> Path | None:
+        """The first of an entry and its folders that another user but root may have written.
+
+        Args:
+            path: as ``find`` gives it.
+        """
+        for each in (path, path.parent, self.path):
+            try:
+                status = each.stat()
+            except OSError:  # gone meanwhile
+                return each
+            if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
+                return each
+        return None
+
     def entries(self) -> tuple[FolderEntry, ...]:
         """Every entry that can be seen, by digest and name.
 

@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 
-from gt_trace._torch_internals import HigherOrderOperator, OpOverload, higher_order_operator
+from gt_trace._torch_internals import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    higher_order_operator,
+)
 from gt_trace.errors import ArtifactError
 
 NAMESPACES = frozenset(
@@ -64,7 +69,9 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch.sym_not": torch.sym_not,
     "torch.sym_ite": torch.sym_ite,
 }
-_NAME_OF = {id(function): name for name, function in _FUNCTIONS.items()}
+SIZE_FUNCTIONS = {id(function): name for name, function in _FUNCTIONS.items()}
+"""Names of the functions of sizes, by identity."""
+
 _HIGHER_ORDER = frozenset({"flex_attention", "flex_attention_backward"})
 _WITHOUT_TENSORS = frozenset({"aten::_assert_scalar", "aten::sym_constrain_range_for_size"})
 """Operators that compute no tensor and may be called nevertheless: checks of sizes."""
@@ -84,7 +91,7 @@ def operator_name(target: object, namespaces: Collection[str] = NAMESPACES) -> s
         name = str(target.name())  # type: ignore[no-untyped-call]  # torch's
         if name in _HIGHER_ORDER:
             return f"higher_order::{name}"
-    name = _NAME_OF.get(id(target), "")
+    name = SIZE_FUNCTIONS.get(id(target), "")
     if not name:
         shown = getattr(target, "__qualname__", None) or str(target)
         raise ArtifactError(
@@ -117,9 +124,10 @@ def find_operator(name: object, namespaces: Collection[str] = NAMESPACES) -> Cal
             f"those of {', '.join(sorted(namespaces))}, and some functions of sizes"
         )
     packet_name, _, overload_name = rest.partition(".")
-    packet = getattr(getattr(torch.ops, namespace), packet_name, None)
-    overloads: Any = getattr(packet, "overloads", tuple)()
-    if overload_name not in overloads:
+    is_name = packet_name.isidentifier()
+    packet = getattr(getattr(torch.ops, namespace), packet_name, None) if is_name else None
+    overloads: Any = packet.overloads if isinstance(packet, OpOverloadPacket) else tuple
+    if overload_name not in overloads():
         raise ArtifactError(
             f"a stored graph calls {name!r}, which is not registered in this process: import what "
             "defines it"

@@ -16,10 +16,12 @@ from gt_trace._torch_internals import (
     runtime_assertion,
     value_range,
 )
-from gt_trace.artifacts.expressions import decoded_expression, encoded_expression
+from gt_trace.artifacts.expressions import SizeReader, encoded_expression
 from gt_trace.errors import ArtifactError
 
 _PAIRS = ("axioms", "replacements")
+_MAX_FACTS = 20_000
+"""The most entries of each table; PyTorch makes some thousand symbols a second."""
 
 
 def encoded_facts(shape_env: ShapeEnv) -> dict[str, Any]:
@@ -54,17 +56,23 @@ def encoded_facts(shape_env: ShapeEnv) -> dict[str, Any]:
     }
 
 
-def restored_facts(facts: Any, shape_env: ShapeEnv) -> dict[str, Any]:
-    """Let ``shape_env`` know what is stored, of new symbols: returned by their stored names."""
+def restored_facts(facts: Any, shape_env: ShapeEnv) -> SizeReader:
+    """Let ``shape_env`` know what is stored, of new symbols; return a reader of their expressions.
+
+    Raises:
+        ArtifactError: The facts are too many, or an expression cannot be read.
+    """
+    if any(len(table) > _MAX_FACTS for table in facts.values()):
+        raise ArtifactError(f"more than {_MAX_FACTS:,} facts of one kind are stored of sizes")
     known = known_of_sizes(shape_env)
     symbols: dict[str, Any] = {}
     with known.ignore_fresh_unbacked_symbols():
         for name, *_ in facts["symbols"]:
             symbols[name] = known.create_unbacked_symint().node.expr
-
-    def decoded(encoded: Any) -> Any:
-        return decoded_expression(encoded, symbols)
-
+    reader = SizeReader(symbols, {str(key): held for key, held in facts["replacements"]})
+    decoded = reader.read
+    if not {key for key, _ in facts["replacements"]} <= symbols.keys():
+        raise ArtifactError("what is replaced is not among the symbols of the artifact")
     for name, lower, upper, is_size in facts["symbols"]:
         known.var_to_range[symbols[name]] = value_range(decoded(lower), decoded(upper))
         if is_size:
@@ -79,4 +87,4 @@ def restored_facts(facts: Any, shape_env: ShapeEnv) -> dict[str, Any]:
     for table in _PAIRS:
         getattr(known, table).update((decoded(key), decoded(held)) for key, held in facts[table])
     forget_conclusions(shape_env)
-    return symbols
+    return reader

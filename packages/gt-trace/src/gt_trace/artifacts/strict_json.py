@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 MAX_NESTING = 100
 """How deeply lists and objects may stand in one another, so that readers may recurse."""
+
+MAX_VALUES = 2**25
+"""How many values a text may hold at most; each takes some 80 bytes when it is parsed."""
 
 _NO_STRUCTURE = bytes(sorted(set(range(256)) - set(b'[]{}"')))
 _BRACES_AS_BRACKETS = bytes.maketrans(b"{}", b"[]")
@@ -41,9 +45,11 @@ def parse_json(raw: bytes) -> Any:
     """The document in a text of ``json_bytes``, or of anybody else.
 
     Raises:
-        ValueError: it is not JSON, not UTF-8, nests deeper than ``MAX_NESTING``, or has an object
-            with a key twice.
+        ValueError: it is not JSON, not UTF-8, nests deeper than ``MAX_NESTING``, has more than
+            ``MAX_VALUES`` values, or has an object with a key twice.
     """
+    if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise ValueError(f"it has more than {MAX_VALUES:,} values")
     _check_nesting(raw)
     return json.loads(raw.decode("utf-8"), object_pairs_hook=_object)
 
@@ -69,6 +75,6 @@ def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) == len(pairs):
         return found
-    keys = [key for key, _ in pairs]
-    twice = next(key for key in keys if keys.count(key) > 1)
+    counts = Counter(key for key, _ in pairs)
+    twice = next(key for key, count in counts.items() if count > 1)
     raise ValueError(f"an object has the key {twice!r} twice")

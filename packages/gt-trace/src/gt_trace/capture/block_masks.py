@@ -114,11 +114,18 @@ def mask_attributes(spec: pytree.TreeSpec) -> tuple[tuple[str, Any], ...] | None
 def mask_structure(
     attributes: Iterable[tuple[str, Any]], children: Sequence[pytree.TreeSpec]
 ) -> pytree.TreeSpec:
-    """The structure of a mask with these attributes besides its tensors."""
+    """The structure of a mask with these attributes besides its tensors.
+
+    Raises:
+        ValueError: masks have other attributes.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     register_block_masks()
-    return pytree.TreeSpec(BlockMask, _Context(tuple(attributes)), list(children))
+    attributes = tuple(attributes)
+    if [name for name, _ in attributes] != list(BlockMask._CONTEXT_ATTRS):
+        raise ValueError(f"a mask has other attributes than {', '.join(BlockMask._CONTEXT_ATTRS)}")
+    return pytree.TreeSpec(BlockMask, _Context(attributes), list(children))
 
 
 def _partial_code(values: pytree.TreeSpec, functions: tuple[Any, ...]) -> _Code:

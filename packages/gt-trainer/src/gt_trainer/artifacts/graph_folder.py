@@ -7,7 +7,6 @@ the mesh. A rank then adds its places on these to its fingerprint, and looks aga
 from __future__ import annotations
 
 import io
-import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,10 +75,10 @@ class GraphFolder:
 
         What is damaged or stale is set aside with a warning, to be captured anew.
         """
-        path = self._folder.find(identity.digest, _GRAPH)
+        path = self._own(identity, _GRAPH)
         if path is not None:
             return self._usable(path, partial(self._load, path, identity, graph))
-        path = self._folder.find(identity.digest, _DIVISION)
+        path = self._own(identity, _DIVISION)
         if path is not None:
             return self._usable(path, partial(self._division, path, identity))
         return None
@@ -119,7 +118,8 @@ class GraphFolder:
         """
         if self._write(identity, _GRAPH, data) is not None:
             found = self.find(identity, graph)
-            return found if isinstance(found, Loaded) else None
+            if isinstance(found, Loaded):
+                return found
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / _GRAPH
             path.write_bytes(data)
@@ -141,18 +141,10 @@ class GraphFolder:
     def find_products(self, identity: Fingerprint) -> tuple[bytes, ...] | None:
         """What a compiler made for the graph of a fingerprint; None if nothing is there to be used.
 
-        It is code. So it is used only from a file and folders that nobody but this user, or the
-        machine's own, can write to; else that is warned of.
+        It is code.
         """
-        path = self._folder.find(identity.digest, _PRODUCTS)
+        path = self._own(identity, _PRODUCTS)
         if path is None:
-            return None
-        stranger = _writable_by_others(path)
-        if stranger is not None:
-            logger.warning(
-                f"--compile.artifacts: {path} holds compiled code and is not used, since others "
-                f"may write to {stranger}; chmod go-w there to use it"
-            )
             return None
         return self._usable(path, partial(_products, path, identity))
 
@@ -167,6 +159,21 @@ class GraphFolder:
             blobs={str(number): product for number, product in enumerate(products)},
         )
         self._write(identity, _PRODUCTS, buffer.getvalue())
+
+    def _own(self, identity: Fingerprint, name: str) -> Path | None:
+        """An entry that this user or the machine's own wrote; None if there is none.
+
+        Others may not decide what is trained. An entry that others may write is warned of.
+        """
+        path = self._folder.find(identity.digest, name)
+        stranger = None if path is None else self._folder.writable_by_others(path)
+        if stranger is None:
+            return path
+        logger.warning(
+            f"--compile.artifacts: {path} is not used, since others may write to {stranger}; "
+            "chmod go-w there to use it"
+        )
+        return None
 
     def _load(
         self, path: Path, identity: Fingerprint, graph: StorableGraph[CapturedT]
@@ -233,15 +240,6 @@ class GraphFolder:
         logger.warning(
             f"--compile.artifacts: {path} cannot be used, and is captured anew: {reason}\n  {where}"
         )
-
-
-def _writable_by_others(path: Path) -> Path | None:
-    """The file, or the first of its two folders, that another user may have written."""
-    for each in (path, path.parent, path.parent.parent):
-        status = each.stat()
-        if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
-            return each
-    return None
 
 
 def _products(path: Path, identity: Fingerprint) -> tuple[bytes, ...]:
