@@ -71,9 +71,11 @@ def _open_beside(path: Path) -> tuple[BinaryIO, Path]:
 
 
 def _make_folder(folder: Path) -> None:
-    for each in (*reversed(folder.parents), folder):
-        if not each.is_dir():
-            each.mkdir(_FOLDER_MODE, exist_ok=True)
+    try:
+        folder.mkdir(_FOLDER_MODE, exist_ok=True)
+    except FileNotFoundError:
+        _make_folder(folder.parent)
+        folder.mkdir(_FOLDER_MODE, exist_ok=True)
 
 
 def _bring_to_disk(folder: Path) -> None:
