@@ -28,6 +28,7 @@ from gt_autoparallel._torch_internals import (
 from gt_autoparallel.graph.layer_names import layer_of_module, window_scope
 from gt_autoparallel.graph.parameter_chains import is_view_like
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode
+from gt_passes.analysis.aliasing import may_write
 
 _DECISIONS = frozenset({"topk", "sort", "argsort", "histc", "bincount"})
 _FLEX_ATTENTION = "higher_order.flex_attention"
@@ -83,4 +84,4 @@ def may_run_twice(node: PlacementNode) -> bool:
         return False
     is_random = torch.Tag.nondeterministic_seeded in node.target.tags
     decides = operator_path(node.target)[1] in _DECISIONS
-    return not (is_random or decides or node.target._schema.is_mutable)
+    return not (is_random or decides or may_write(node.target))

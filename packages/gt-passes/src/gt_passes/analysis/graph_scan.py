@@ -14,13 +14,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.fx import GraphModule, Node
 
-from gt_passes._torch_internals import OpOverload, has_declared_effect
-from gt_passes.analysis.aliasing import has_unknown_effects
+from gt_passes._torch_internals import OpOverload
+from gt_passes.analysis.aliasing import has_unknown_effects, may_write
 from gt_passes.analysis.call_form import CallForm, call_form
 from gt_passes.analysis.collectives import is_collective, is_declared_launch, is_wait
 from gt_passes.analysis.graph_constants import FrozenAttribute, freeze_attribute
 from gt_passes.analysis.operator_effects import (
     draws_random_numbers,
+    has_other_effect,
     is_barrier,
     reads_memory_layout,
 )
@@ -263,11 +264,10 @@ def _kind_of(node: Node) -> CallKind:
     )
     if isinstance(target, OpOverload):
         kind = kind._replace(
-            writes=target._schema.is_mutable,
+            writes=may_write(target),
             may_be_random=torch.Tag.nondeterministic_seeded in target.tags,
         )
         if not any(kind) or kind == _ORDINARY._replace(reads_layout=True):
-            has_effect = not target._schema.returns or has_declared_effect(node)
-            kind = kind._replace(has_effect=has_effect)
+            kind = kind._replace(has_effect=has_other_effect(node))
         kind = kind._replace(is_declared_launch=is_declared_launch(node))
     return _ORDINARY if kind == _ORDINARY else kind

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from gt_passes._torch_internals import OpOverload
-from gt_passes.analysis.aliasing import has_unknown_effects
+from gt_passes._torch_internals import OpOverload, has_declared_effect
+from gt_passes.analysis.aliasing import has_unknown_effects, may_write
+from gt_passes.analysis.collectives import is_collective, is_wait
 from gt_passes.analysis.node_calls import arguments_of
 from gt_passes.analysis.outlined_region import region_of
 
@@ -51,6 +52,8 @@ _METADATA_READERS = frozenset(
         ),
     )
 )
+
+_ASSERTS = ("_assert_", "sym_constrain_range", "_sym_constrain_range", "_linalg_check_errors")
 
 _LAYOUT_READERS = frozenset(
     {
@@ -141,6 +144,27 @@ def draws_random_numbers(node: Node) -> bool:
     if effects.is_random_if_dropout:
         return bool(arguments_of(node)["dropout_p"])
     return effects.is_random
+
+
+def has_other_effect(node: Node) -> bool:
+    """Whether a call has an effect that is no write, no random draw and no communication.
+
+    Operators with a registered effect have one, such as those that print, and asserts.
+    """
+    target = node.target
+    if not isinstance(target, OpOverload) or may_write(target):
+        return False
+    if is_collective(node) or is_wait(node) or torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    return not target._schema.returns or has_declared_effect(node)
+
+
+def only_asserts(node: Node) -> bool:
+    """Whether the effect of a node is to stop a step that is wrong: its place does not matter."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    namespace, _, name = node.target._schema.name.partition("::")
+    return namespace == "aten" and name.removeprefix("_functional").startswith(_ASSERTS)
 
 
 def is_only_a_view(node: Node) -> bool:

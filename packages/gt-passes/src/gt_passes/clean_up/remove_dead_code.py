@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_config.numerics import Numerics
 from gt_passes._torch_internals import OpOverload, has_declared_effect
-from gt_passes.analysis.aliasing import has_unknown_effects
+from gt_passes.analysis.aliasing import has_unknown_effects, written_nodes
 from gt_passes.analysis.collectives import is_pure_collective, is_wait, raw_results
 from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
@@ -122,7 +122,7 @@ def _has_effect(node: Node) -> bool:
     # A pure function without a result would be pointless: it is there for an effect.
     if isinstance(node.target, OpOverload) and not node.target._schema.returns:
         return True
-    return has_declared_effect(node)
+    return has_declared_effect(node) or any(True for _ in written_nodes(node))
 
 
 def _launch_of(argument: Node) -> Node:

@@ -61,7 +61,9 @@ def _whole(storage: int, storages: Storages, recomputability: Recomputability) -
         return None
     holders = recomputability.holders(storage)
     readable = is_wait if is_collective(making[0]) else _is_tensor
-    index = next((i for i in range(len(making) - 1, len(holders)) if readable(holders[i])), None)
+    final = recomputability.final_position(storage)
+    written = (i for i, node in enumerate(holders) if recomputability.position[node] >= final)
+    index = next((i for i in written if readable(holders[i])), None)
     if index is None:
         return None
     node = holders[index]

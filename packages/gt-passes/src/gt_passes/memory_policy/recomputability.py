@@ -10,6 +10,8 @@ rules out, with its reason in words:
   otherwise the second time, and a batch of tokens would go elsewhere than in the forward;
 - operators whose result has a size that only they know (data-dependent sizes);
 - readers of memory that is written to between the forward and the end of the backward;
+- operators that write to other memory than the result (running statistics), or that have other
+  effects;
 - in-place operators, unless each only continues the one that made the memory
   (``rsqrt(add_(mean(x), eps))``), so that the chain can be run again on fresh memory;
 - gathering a parameter, which is for the FSDP passes to decide, and other collectives unless asked
@@ -28,7 +30,11 @@ from gt_passes._torch_internals import OpOverload
 from gt_passes.analysis.aliasing import has_unknown_effects, written_nodes
 from gt_passes.analysis.collectives import is_collective, is_pure_collective, is_wait
 from gt_passes.analysis.fsdp_collective import fsdp_collective
-from gt_passes.analysis.operator_effects import draws_random_numbers, is_barrier
+from gt_passes.analysis.operator_effects import (
+    draws_random_numbers,
+    has_other_effect,
+    is_barrier,
+)
 from gt_passes.analysis.storages import Storages
 from gt_trace.node_metadata import phase_of
 
@@ -68,11 +74,16 @@ class Recomputability:
         return self._holders[storage]
 
     def making(self, storage: int) -> list[Node]:
-        """The nodes that make a storage and write to it, up to the last write."""
+        """The nodes that make a storage and write to it, up to the last write.
+
+        A writer need not have a result.
+        """
         holders, writers = self._holders[storage], self._writers.get(storage)
         if not writers:
             return holders[:1]
-        return [holder for holder in holders if self.position[holder] <= writers[-1]]
+        nodes = {node for node in holders if self.position[node] <= writers[-1]}
+        nodes.update(self._storages.nodes[position] for position in writers)
+        return sorted(nodes, key=self.position.__getitem__)
 
     def final_position(self, storage: int) -> int:
         """The position from which on a storage holds what the backward finds there."""
@@ -92,6 +103,7 @@ class Recomputability:
         making = self.making(storage)
         for node in making:
             reason = self.reason_against_operator(node)
+            reason = reason or self._reason_against_other_writes(storage, node)
             if reason is not None:
                 return reason if node is making[0] else f"{node.name}: {reason}"
         return self._reason_against_writes(storage, making)
@@ -102,6 +114,8 @@ class Recomputability:
             return "it is an input or a constant"
         if fsdp_collective(node) is not None:
             return "it is part of a collective of FSDP"
+        if has_other_effect(node):
+            return f"{operator_name(node)} has an effect"
         if draws_random_numbers(node):
             return "it draws random numbers"
         if has_unknown_effects(node) or is_barrier(node):
@@ -127,6 +141,12 @@ class Recomputability:
             for written in written_nodes(node):
                 for storage in self._storages.of(written):
                     self._writers.setdefault(storage, []).append(position)
+
+    def _reason_against_other_writes(self, storage: int, node: Node) -> str | None:
+        for written in written_nodes(node):
+            if any(other != storage for other in self._storages.of(written)):
+                return f"it also writes to {written.name}"
+        return None
 
     def _reason_against_writes(self, storage: int, making: list[Node]) -> str | None:
         for node, following in itertools.pairwise(making):

@@ -21,7 +21,11 @@ from gt_passes.analysis.call_form import call_form
 from gt_passes.analysis.collectives import is_pure_collective, is_wait
 from gt_passes.analysis.graph_constants import frozen_literal
 from gt_passes.analysis.graph_scan import GraphScan
-from gt_passes.analysis.operator_effects import is_only_a_view, reads_only_metadata
+from gt_passes.analysis.operator_effects import (
+    is_only_a_view,
+    only_asserts,
+    reads_only_metadata,
+)
 from gt_passes.analysis.written_memory import memories_written
 from gt_passes.verifier.dataflow.flat_contents import Piece
 from gt_passes.verifier.dataflow.memory_contents import MemoryContents
@@ -277,7 +281,11 @@ class SymbolicExecution:
             definition = ("message", *definition, self.messages)
             self.messages = self.table.number(definition)
         if node in self._effects:
-            self.checks.add(self.table.number(definition))
+            if only_asserts(node):
+                self.checks.add(self.table.number(definition))
+            else:
+                definition = ("effect", *definition, self.unknown_calls)
+                self.unknown_calls = self.table.number(definition)
         if node in self._writers:
             self._visit_writer(node, definition, operands)
             return
