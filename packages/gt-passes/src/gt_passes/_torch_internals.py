@@ -191,13 +191,6 @@ def has_declared_effect(node: Node) -> bool:
     return _is_impure(node.target, args=node.args, kwargs=node.kwargs, impure_random=True)
 
 
-def is_composite(target: OpOverload) -> bool:
-    """Whether an operator is made of others, whose schema need not hold: ``reshape`` may copy."""
-    schema = target._schema
-    name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
-
-
 def torch_group_ranks(group_name: str) -> tuple[int, ...] | None:
     """The global ranks of a process group by its name; None if this process has no such group.
 

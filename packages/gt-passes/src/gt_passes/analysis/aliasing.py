@@ -1,6 +1,6 @@
 """Which nodes may share memory, and which of that memory is written to.
 
-Operators say in their schemas what their results alias and what they write. From that, nodes fall
+``operator_aliases`` says what the results of operators alias, and what they write. Nodes fall
 into classes: two nodes of different classes never share memory, two of one class may. What has no
 schema is taken to alias and to write all that it touches, so that the answer errs towards "may".
 """
@@ -19,15 +19,12 @@ from torch.fx import Graph, Node
 from gt_passes._torch_internals import HigherOrderOperator, OpOverload
 from gt_passes.analysis.collectives import is_wait
 from gt_passes.analysis.node_calls import arguments_of
-from gt_passes.analysis.outlined_region import OutlinedRegion, region_inputs, region_of
-
-# Their schemas promise a fresh tensor, but it can be the argument's memory.
-_SHARES_DESPITE_SCHEMA = frozenset(
-    {
-        torch.ops.aten._unsafe_view.default,
-        torch.ops.aten.native_dropout.default,  # when not training
-    }
+from gt_passes.analysis.operator_aliases import (
+    AliasedArgument,
+    aliased_arguments,
+    has_aliased_results,
 )
+from gt_passes.analysis.outlined_region import OutlinedRegion, region_inputs, region_of
 
 _WRITES_DESPITE_SCHEMA = {
     **dict.fromkeys(
@@ -158,9 +155,9 @@ def written_nodes(node: Node) -> Iterator[Node]:
         if not node.target._schema.is_mutable:
             yield from _written_statistics(node)
             return
-        for argument in _aliased_arguments(node):
+        for argument in aliased_arguments(node.target):
             if argument.is_written:
-                yield argument.node
+                yield from _nodes_of(argument, node)
 
 
 def _written_statistics(node: Node) -> Iterator[Node]:
@@ -184,11 +181,12 @@ def shared_nodes(node: Node) -> Iterator[Node]:
         yield from (inputs[position] for position in _memory_of(region).shared_inputs)
     elif _makes_fresh_results(target):
         return
-    elif not isinstance(target, OpOverload) or target in _SHARES_DESPITE_SCHEMA or is_wait(node):
+    elif not isinstance(target, OpOverload) or is_wait(node):
         yield from node.all_input_nodes
-    elif _has_aliased_results(target):
-        for argument in _aliased_arguments(node):
-            yield argument.node
+    elif has_aliased_results(target):
+        for argument in aliased_arguments(target):
+            if argument.may_alias(node):
+                yield from _nodes_of(argument, node)
 
 
 class _RegionMemory(NamedTuple):
@@ -216,49 +214,11 @@ def _memory_of(region: OutlinedRegion) -> _RegionMemory:
     return _region_memory[region]
 
 
-class _AliasedArgument(NamedTuple):
-    node: Node
-    is_written: bool
-
-
-def _aliased_arguments(node: Node) -> Iterator[_AliasedArgument]:
-    """The arguments of an operator that its schema marks as aliased, as in ``Tensor(a!) self``."""
-    assert isinstance(node.target, OpOverload)  # both callers have looked
-    for declared in _declared_aliases(node.target):
-        if declared.position is not None and declared.position < len(node.args):
-            value = node.args[declared.position]
-        else:
-            value = node.kwargs.get(declared.name)
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, Node):
-                yield _AliasedArgument(item, declared.is_written)
-
-
-class _DeclaredAlias(NamedTuple):
-    """One argument of an operator that shares memory with a result, or is written to."""
-
-    name: str
-    position: int | None  # None: by name only
-    is_written: bool
-
-
-# Schemas are read through pybind, which is slow, and a graph calls few operators often.
-@functools.cache
-def _declared_aliases(target: OpOverload) -> tuple[_DeclaredAlias, ...]:
-    return tuple(
-        _DeclaredAlias(
-            declared.name,
-            None if declared.kwarg_only else position,
-            declared.alias_info.is_write,
-        )
-        for position, declared in enumerate(target._schema.arguments)
-        if declared.alias_info is not None
-    )
-
-
-@functools.cache
-def _has_aliased_results(target: OpOverload) -> bool:
-    return any(result.alias_info is not None for result in target._schema.returns)
+def _nodes_of(argument: AliasedArgument, node: Node) -> Iterator[Node]:
+    value = argument.of(node)
+    for item in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(item, Node):
+            yield item
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from gt_passes._torch_internals import OpOverload, has_declared_effect
 from gt_passes.analysis.aliasing import has_unknown_effects, may_write
 from gt_passes.analysis.collectives import is_collective, is_wait
 from gt_passes.analysis.node_calls import arguments_of
+from gt_passes.analysis.operator_aliases import only_makes_views
 from gt_passes.analysis.outlined_region import region_of
 
 _aten = torch.ops.aten
@@ -64,23 +65,6 @@ _LAYOUT_READERS = frozenset(
         "aten::_reshape_alias",
         "aten::sym_storage_offset",
         "aten::sym_stride",
-    }
-)
-
-# Their schemas say that they alias, and sometimes they copy instead, which reads.
-_MAY_COPY = frozenset(
-    {
-        *("aten::reshape", "aten::reshape_as", "aten::flatten", "aten::ravel"),
-        *("aten::contiguous", "aten::to", "aten::resolve_conj", "aten::resolve_neg"),
-        *("aten::_autocast_to_full_precision", "aten::_autocast_to_reduced_precision"),
-    }
-)
-
-# Their schemas promise memory of their own, and they give views.
-_VIEWS_DESPITE_SCHEMA = frozenset(
-    {
-        *("aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_chunk"),
-        "aten::unsafe_split_with_sizes",
     }
 )
 
@@ -194,7 +178,6 @@ def _effects_of(target: OpOverload) -> _Effects:
     schema, tags = target._schema, set(target.tags)
     is_random = torch.Tag.nondeterministic_seeded in tags
     has_dropout = any(argument.name == "dropout_p" for argument in schema.arguments)
-    aliases = [result.alias_info for result in schema.returns]
     return _Effects(
         is_unknown=(
             target.namespace not in _KNOWN_NAMESPACES
@@ -203,11 +186,5 @@ def _effects_of(target: OpOverload) -> _Effects:
         ),
         is_random=is_random and not has_dropout,
         is_random_if_dropout=is_random and has_dropout,
-        is_view=schema.name in _VIEWS_DESPITE_SCHEMA
-        or (
-            bool(aliases)
-            and all(alias is not None and not alias.is_write for alias in aliases)
-            and not schema.is_mutable
-            and schema.name not in _MAY_COPY
-        ),
+        is_view=only_makes_views(target),
     )

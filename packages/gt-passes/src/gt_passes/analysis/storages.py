@@ -1,11 +1,11 @@
 """Which memory every node of a graph holds: one number for each storage, as executed.
 
 Memory is held by storages, not by nodes: a view holds what it views, an in-place operator writes
-where something already is, and a wait returns what its collective filled. Operators declare in
-their schemas what their results alias, and that decides here, since fake values cannot: a node that
-stands for another one may share its fake value and still make new memory.
+where something already is, and a wait returns what its collective filled. ``operator_aliases``
+decides here, since fake values cannot: a node that stands for another one may share its fake value
+and still make new memory.
 
-``aliasing`` answers a different question about the same declarations: which nodes *may* share
+``aliasing`` answers a different question about the same operators: which nodes *may* share
 memory, in doubt too many. Here every storage counts once, so that bytes add up.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
@@ -23,10 +22,14 @@ from gt_passes._torch_internals import (
     OpOverload,
     device_of,
     fast_tensor_attributes,
-    is_composite,
     layout_of,
 )
 from gt_passes.analysis.collectives import FUNCTIONAL_COLLECTIVES, is_wait
+from gt_passes.analysis.operator_aliases import (
+    AliasedArgument,
+    only_makes_views,
+    result_sources,
+)
 from gt_passes.analysis.symbol_sizes import SymbolSizes, balanced_exchange_sizes
 
 Held = int | tuple["Held", ...] | None
@@ -119,7 +122,9 @@ class Storages:
             for source, item in zip(sources, values, strict=False)
         )
 
-    def _result(self, node: Node, source: _Argument | None, value: object, position: int) -> Held:
+    def _result(
+        self, node: Node, source: AliasedArgument | None, value: object, position: int
+    ) -> Held:
         """What one result holds: the memory of the argument it aliases, or its own."""
         if source is None or not source.may_alias(node):
             return self._fresh(node, value, position)
@@ -149,68 +154,17 @@ class Storages:
         return len(self.num_bytes) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Argument:
-    """One argument of an operator, of which a result is a view or the same."""
-
-    name: str
-    position: int | None
-    """None for an argument that is given by name only."""
-
-    unless_training: bool = False
-    """The result is its own when the operator trains (dropout)."""
-
-    def of(self, node: Node) -> object:
-        if self.position is not None and self.position < len(node.args):
-            return node.args[self.position]
-        return node.kwargs.get(self.name)
-
-    def may_alias(self, node: Node) -> bool:
-        if not self.unless_training:
-            return True
-        train = node.args[2] if len(node.args) > 2 else node.kwargs.get("train")
-        return train is False
-
-
 @functools.cache
 def gives_a_view(target: OpOverload) -> bool:
     """Whether the one result of an operator lies in the memory of its argument, as it is there."""
-    sources, _ = _behavior_of(target)
-    if sources is None or len(sources) != 1 or target._schema.is_mutable or is_composite(target):
-        return False  # composite ones, such as reshape, copy where they must
-    (source,) = sources
-    return source is not None and not source.unless_training
+    return len(target._schema.returns) == 1 and only_makes_views(target)
 
 
 @functools.cache
-def _behavior_of(target: OpOverload) -> tuple[tuple[_Argument | None, ...] | None, bool]:
-    """What the results of an operator alias, and whether it is of functional collectives."""
-    return _aliases_of(target), target.namespace in FUNCTIONAL_COLLECTIVES
-
-
-def _aliases_of(target: OpOverload) -> tuple[_Argument | None, ...] | None:
-    """The argument whose memory each result of an operator has; None if all are new."""
-    if target is torch.ops.aten._unsafe_view.default:  # its schema promises new memory
-        return (_Argument("self", 0),)
-    if target is torch.ops.aten.native_dropout.default:
-        return (_Argument("input", 0, unless_training=True), None)
-    schema = target._schema
-    arguments: dict[str, _Argument] = {}
-    aliased: list[_Argument] = []
-    for position, declared in enumerate(schema.arguments):
-        if declared.alias_info is not None:
-            aliased.append(_Argument(declared.name, None if declared.kwarg_only else position))
-            arguments |= dict.fromkeys(declared.alias_info.before_set, aliased[-1])
-    sources: list[_Argument | None] = []
-    for result in schema.returns:
-        if result.alias_info is None:
-            sources.append(None)
-            continue
-        labels = sorted(result.alias_info.before_set)
-        # PyTorch does not show the labels of lists; such operators have one aliased argument.
-        named = (arguments[label] for label in labels if label in arguments)
-        sources.append(next(named, next(iter(aliased), None)))
-    return tuple(sources) if any(sources) else None
+def _behavior_of(target: OpOverload) -> tuple[tuple[AliasedArgument | None, ...] | None, bool]:
+    """What the results of an operator alias, None if all are new, and whether it communicates."""
+    sources = result_sources(target)
+    return sources if any(sources) else None, target.namespace in FUNCTIONAL_COLLECTIVES
 
 
 def flat(held: Held) -> Iterator[int]:

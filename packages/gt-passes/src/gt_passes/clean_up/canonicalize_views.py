@@ -20,6 +20,7 @@ from gt_config.numerics import Numerics
 from gt_passes._torch_internals import OpOverload, value_of
 from gt_passes.analysis.aliasing import AliasClasses
 from gt_passes.analysis.forward_sweep import ForwardSweep
+from gt_passes.analysis.operator_aliases import only_makes_views
 from gt_passes.analysis.tensor_signature import TensorSignature, is_symbolic, signature
 from gt_passes.contract import GraphPass, PassContext, PassReport, Refusal
 from gt_passes.facts import CANONICAL_VIEWS, Fact
@@ -218,7 +219,7 @@ def _is_view(node: Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or not isinstance(value_of(node), torch.Tensor):
         return False
-    return target.is_view or target is _aten._unsafe_view.default
+    return only_makes_views(target)
 
 
 def _source(node: Node) -> Node | None:

@@ -24,6 +24,7 @@ from gt_passes.analysis.bucket_copies import BUCKET_COPIES
 from gt_passes.analysis.collectives import is_collective, is_wait
 from gt_passes.analysis.host_copies import WAIT_COPY, is_host_copy
 from gt_passes.analysis.node_calls import arguments_of
+from gt_passes.analysis.operator_aliases import only_makes_views
 from gt_passes.analysis.symbol_sizes import SymbolSizes
 from gt_passes.simulation.operands import (
     PricedOperand,
@@ -149,7 +150,7 @@ def work_of(
         return OpWork(kind="none")
     if name == "_local_scalar_dense":
         return OpWork(kind="host_scalar", blocks_host=True)
-    if _is_view(target) or name in _ALLOCATES_ONLY:
+    if only_makes_views(target) or name in _ALLOCATES_ONLY:
         return OpWork(kind="view")
     if target.namespace == "aten":
         if name in _MATMULS:
@@ -165,16 +166,7 @@ def is_view_node(node: Node) -> bool:
     """Whether a node only views its first argument, or takes an item out of it."""
     if node.target is operator.getitem:
         return True
-    return isinstance(node.target, OpOverload) and _is_view(node.target)
-
-
-@cache
-def _is_view(target: OpOverload) -> bool:
-    schema = target._schema
-    if schema.name == "aten::_unsafe_view":
-        return True
-    aliased = [result.alias_info for result in schema.returns]
-    return not schema.is_mutable and bool(aliased) and all(info is not None for info in aliased)
+    return isinstance(node.target, OpOverload) and only_makes_views(node.target)
 
 
 # Matrix products ------------------------------------------------------------------------------
