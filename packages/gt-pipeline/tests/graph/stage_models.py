@@ -163,7 +163,8 @@ class RandomStage(nn.Module):
         self.register_buffer("seen", torch.zeros(WIDTH))
 
     def forward(self, *activations: Tensor) -> tuple[Tensor, ...]:
-        values = list(activations)
+        # Every activation gets a gradient: a stage where one gets none is refused.
+        values = [*activations, torch.stack(activations).sum(0)]
         for index, (piece, operand) in enumerate(self.pieces):
             values.append(self._piece(piece, index, values[-1], values[operand % len(values)]))
         return tuple(values[-self.num_outputs :])

@@ -222,18 +222,6 @@ def test_a_parameter_without_gradient_is_missing() -> None:
     assert sorted(stage.gradients()) == ["down.bias", "down.weight", "up.bias", "up.weight"]
 
 
-def test_an_input_that_nothing_reads_gets_a_gradient_of_zeros() -> None:
-    class First(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return x * 2
-
-    stage = middle(First(), activations=[ACTIVATION, ACTIVATION])
-    stage.forward(0, (rows(), rows()), NOTHING)
-    gradients = stage.full_backward(0, (torch.ones(4, 8),))
-    assert torch.equal(gradients[0], torch.full((4, 8), 2.0))
-    assert torch.equal(gradients[1], torch.zeros(4, 8))
-
-
 def test_a_transform_edits_every_graph_that_computes() -> None:
     kinds = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +59,33 @@ def example_of(activation: Tensor | ActivationSignature) -> Tensor:
     return example.requires_grad_(activation.requires_grad)
 
 
-def signature_of(tensor: Tensor) -> ActivationSignature:
-    """The signature of what travels."""
+def signature_of(tensor: Tensor, repeats: int | None = None) -> ActivationSignature:
+    """Return the signature of what travels.
+
+    Args:
+        tensor: the activation.
+        repeats: position of the activation that is the same tensor, if there is one before it.
+    """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return ActivationSignature(
-        shape=tuple(local.shape), dtype=local.dtype, requires_grad=tensor.requires_grad
+        shape=tuple(local.shape),
+        dtype=local.dtype,
+        requires_grad=tensor.requires_grad and repeats is None,
+        repeats=repeats,
     )
+
+
+def repetitions(activations: Sequence[Tensor | ActivationSignature]) -> list[int | None]:
+    """Return, for each activation, the position of the same tensor before it; None if it is new."""
+    first: dict[int, int] = {}
+    found: list[int | None] = []
+    for position, each in enumerate(activations):
+        if isinstance(each, ActivationSignature):
+            found.append(each.repeats)
+        else:
+            before = first.setdefault(id(each), position)
+            found.append(None if before == position else before)
+    return found
 
 
 def placement_of(output: Tensor) -> ActivationPlacement | None:
@@ -78,9 +100,12 @@ def placement_of(output: Tensor) -> ActivationPlacement | None:
 
 
 def travelling(tensor: Tensor) -> Tensor:
-    """A tensor between stages is plain: of a DTensor, this rank's part."""
+    """Return the plain tensor that travels: this rank's part of a DTensor.
+
+    A lazy conjugation or negation is computed: transfers read memory.
+    """
     if not isinstance(tensor, DTensor):
-        return tensor
+        return tensor.resolve_conj().resolve_neg()
     return tensor.to_local(grad_placements=_gradient_placements(tensor))
 
 
@@ -97,12 +122,10 @@ def _gradient_placements(tensor: DTensor) -> list[Any]:
     ]
 
 
-def travelling_gradient(activation: Tensor, gradient: Tensor | None) -> Tensor:
-    """What travels back for an activation, as the stage before expects it; zeros for none."""
-    if gradient is None:
-        return torch.zeros_like(travelling(activation))
+def travelling_gradient(activation: Tensor, gradient: Tensor) -> Tensor:
+    """Return what travels back for an activation, as the stage before expects it."""
     if not isinstance(gradient, DTensor):
-        return gradient
+        return gradient.resolve_conj().resolve_neg()
     assert isinstance(activation, DTensor)  # autograd gives a DTensor for a DTensor
     mesh, wanted = gradient.device_mesh, _gradient_placements(activation)
     # What every rank has whole is made of equal parts: exact on an axis of a power of two.

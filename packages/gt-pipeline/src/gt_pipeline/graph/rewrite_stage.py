@@ -13,7 +13,7 @@ from torch import Tensor
 from gt_config.node_keys import PipelineAction
 from gt_pipeline.errors import StageCaptureError
 from gt_pipeline.graph.action_graph import ActionGraph
-from gt_pipeline.graph.activations import example_of, signature_of
+from gt_pipeline.graph.activations import example_of, repetitions, signature_of
 from gt_pipeline.graph.executables import GraphTransform, transformed
 from gt_pipeline.graph.stage_capture import StageCapture
 from gt_pipeline.graph.stage_cut import cut_stage
@@ -70,7 +70,8 @@ def refuse_other_stage(
     Raises:
         StageCaptureError: it is not; every difference is listed.
     """
-    entering = tuple(signature_of(example_of(each)) for each in activations)
+    examples = map(example_of, activations)
+    entering = tuple(map(signature_of, examples, repetitions(activations)))
     pairs = {
         "stage_index": (capture.stage_index, stage_index),
         "num_stages": (capture.num_stages, num_stages),

@@ -10,7 +10,8 @@ annotations and bits are those of a whole step's (docs/decisions/0011-stage-grap
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from gt_pipeline.graph.activations import (
     ActivationPlacement,
     example_of,
     placement_of,
+    repetitions,
     signature_of,
     travelling,
     travelling_gradient,
@@ -32,6 +34,8 @@ from gt_pipeline.graph.slots import Slot, SlotKind
 from gt_pipeline.runner.stage_protocol import ActivationSignature, MicrobatchInputs
 from gt_trace import GraphInput, InputPreparer, TensorLayout, TracedStep, phase, trace_step
 from gt_trace.capture.captured_mode import ACCUMULATION_HOOKS, GRADIENT_HOOKS, hook_problems
+
+_logger = logging.getLogger(__name__)
 
 LOST_HOOKS = (GRADIENT_HOOKS, ACCUMULATION_HOOKS)
 """Kinds of hooks of parameters that do not run: no graph runs them, and a runner adds gradients to
@@ -145,11 +149,15 @@ def capture_stage(
         raise StageCaptureError(what=f"stage {stage_index} cannot be captured", problems=problems)
     fake_mode = fake_mode or new_fake_mode()
     entering = tuple(example_of(activation) for activation in activations)
+    repeats = repetitions(activations)
+    for example, first in zip(entering, repeats, strict=True):
+        if first is not None:
+            example.requires_grad_(False)
     args = microbatch.args if stage_index == 0 else ()
     defaults, takes_any_kwargs = _accepted_kwargs(module)
     kwargs = {n: v for n, v in microbatch.kwargs.items() if takes_any_kwargs or n in defaults}
     target = microbatch.target if loss_fn is not None else None
-    stage = _Stage(module, loss_fn, stage_index)
+    stage = _Stage(module, loss_fn, stage_index, repeats)
 
     capture = trace(
         stage.run,
@@ -178,15 +186,18 @@ def capture_stage(
         with torch.enable_grad():
             traced = capture(entering, args, kwargs, target, arriving)
     clean_up(traced, verify=verify)
+    results = tuple(_result_slots(traced, stage))
+    kinds: list[SlotKind] = ["output", "input_gradient"] if loss_fn is None else ["input_gradient"]
+    _warn_of_layouts(traced, results, kinds)
     return StageCapture(
         traced=traced,
         stage_index=stage_index,
         num_stages=num_stages,
-        input_signature=tuple(map(signature_of, entering)),
+        input_signature=tuple(map(signature_of, entering, repeats)),
         output_signature=stage.output_signature,
         output_placements=stage.output_placements,
         inputs=tuple(map(input_slot, traced.inputs)),
-        results=tuple(_result_slots(traced, stage)),
+        results=results,
         kwarg_names=tuple(kwargs),
         left_out={n: default for n, default in defaults.items() if n not in kwargs},
         takes_any_kwargs=takes_any_kwargs,
@@ -196,10 +207,37 @@ def capture_stage(
     )
 
 
+def _warn_of_layouts(
+    traced: TracedStep, results: Sequence[Slot | None], kinds: Collection[SlotKind]
+) -> None:
+    """Say which tensors reach the neighbouring stage in other strides than in the whole model."""
+    values: Any = traced.graph_module.graph.output_node().args[0]
+    strided = [
+        f"{slot.name} with strides {tuple(node.meta['val'].stride())}"
+        for slot, node in zip(results, values, strict=True)
+        if slot is not None and slot.kind in kinds and not node.meta["val"].is_contiguous()
+    ]
+    if strided:
+        _logger.warning(
+            "a stage returns %s. Tensors travel contiguous between stages, so that later kernels "
+            "may differ from those of the whole model in the last bits. To exclude that, make "
+            "outputs contiguous in the module, and gradients of activations by "
+            "activation.register_hook(torch.Tensor.contiguous)",
+            ", ".join(strided),
+        )
+
+
 class _Stage:
     """The functions that are traced, and what they find out about the stage."""
 
-    def __init__(self, module: nn.Module, loss_fn: StageLoss | None, stage_index: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        loss_fn: StageLoss | None,
+        stage_index: int,
+        repeats: Sequence[int | None],
+    ) -> None:
+        self._repeats = repeats
         self._module = module
         self._loss_fn = loss_fn
         self._stage_index = stage_index
@@ -228,17 +266,25 @@ class _Stage:
             return outputs, [], []
         named = _differentiable(self._module)
         entered = [each for each in activations if each.requires_grad]
-        differentiable = [each for each in outputs if each.requires_grad]
+        differentiable = [
+            output
+            for output, each in zip(outputs, self.output_signature, strict=True)
+            if each.requires_grad
+        ]
         self.parameter_names = self._all_parameters
         self.num_input_gradients = len(entered)
         wanted = [*entered, *named.values()]
-        if not differentiable or not wanted:
-            return outputs, [torch.zeros_like(travelling(e)) for e in entered], [None] * len(named)
-        gradients = torch.autograd.grad(differentiable, wanted, output_gradients, allow_unused=True)
+        gradients: Sequence[Tensor | None] = [None] * len(wanted)
+        if differentiable and wanted:
+            gradients = torch.autograd.grad(
+                differentiable, wanted, output_gradients, allow_unused=True
+            )
+        self._refuse_unused(activations, dict(zip(map(id, entered), gradients, strict=False)))
         with phase("backward"):
             leaving = [
                 travelling_gradient(activation, gradient)
                 for activation, gradient in zip(entered, gradients, strict=False)
+                if gradient is not None
             ]
         return outputs, leaving, list(gradients[len(entered) :])
 
@@ -246,12 +292,16 @@ class _Stage:
         self, activations: tuple[Tensor, ...], args: Any, kwargs: dict[str, Any], target: Any
     ) -> list[Tensor]:
         """What leaves the stage, as plain tensors."""
-        result = self._module(*activations, *args, **kwargs)
+        same = [
+            activation if first is None else activations[first]
+            for activation, first in zip(activations, self._repeats, strict=True)
+        ]
+        result = self._module(*same, *args, **kwargs)
         if self._loss_fn is not None:
             with phase("loss"):
                 result = self._loss_fn(result, target)
         leaves = pytree.tree_leaves(result)
-        problems = self._result_problems(leaves)
+        problems = _structure_problems(result) or self._result_problems(leaves)
         if problems:
             raise StageCaptureError(
                 what=f"stage {self._stage_index} cannot be captured", problems=problems
@@ -259,20 +309,43 @@ class _Stage:
         outputs = [travelling(leaf) for leaf in leaves]
         if self._loss_fn is not None:
             outputs = [outputs[0], *(each.detach() for each in outputs[1:])]
-        self.output_signature = tuple(map(signature_of, outputs))
+        # What is returned beside a loss goes to the caller.
+        repeats = repetitions(leaves) if self._loss_fn is None else [None] * len(leaves)
+        self.output_signature = tuple(map(signature_of, outputs, repeats))
         self.output_placements = tuple(map(placement_of, leaves))
         return outputs
 
-    def _result_problems(self, leaves: list[Any]) -> list[str]:
+    def _refuse_unused(
+        self, activations: Sequence[Tensor], gradients: Mapping[int, Tensor | None]
+    ) -> None:
+        """Raise StageCaptureError if an activation that requires a gradient gets none."""
         problems = [
-            f"it returns a {type(leaf).__name__}; return tensors, alone or in tuples"
-            for leaf in leaves
-            if not isinstance(leaf, Tensor)
+            f"no gradient reaches activations[{i}], which requires one. The stage before would get "
+            "zeros, and parameters behind it would move where eager execution leaves their "
+            f"gradient None; return it detached from stage {self._stage_index - 1}, or use it"
+            for i, each in enumerate(activations)
+            if each.requires_grad and gradients[id(each)] is None
         ]
-        if self._loss_fn is not None and not problems and (not leaves or leaves[0].dim() != 0):
+        if problems:
+            raise StageCaptureError(
+                what=f"stage {self._stage_index} cannot be captured", problems=problems
+            )
+
+    def _result_problems(self, leaves: list[Any]) -> list[str]:
+        problems: list[str] = []
+        if self._loss_fn is not None and (not leaves or leaves[0].dim() != 0):
             found = f"of shape {list(leaves[0].shape)}" if leaves else "missing"
             problems.append(f"the loss is {found}; reduce it to one number of shape ()")
         return problems or ([] if leaves else ["it returns nothing"])
+
+
+def _structure_problems(result: Any) -> list[str]:
+    """Return a problem for each part of a result that is no tuple or list of tensors."""
+    if isinstance(result, tuple | list):
+        return [problem for each in result for problem in _structure_problems(each)]
+    if isinstance(result, Tensor):
+        return []
+    return [f"it returns a {type(result).__name__}; return tensors, alone or in tuples"]
 
 
 def _layout_problems(

@@ -197,14 +197,16 @@ def _misfits(capture: StageCapture) -> list[str]:
 
 
 def _signature_content(encoder: Encoder, signature: ActivationSignature) -> Any:
-    return encoder.value((signature.shape, signature.dtype, signature.requires_grad))
+    return encoder.value(
+        (signature.shape, signature.dtype, signature.requires_grad, signature.repeats)
+    )
 
 
 def _decoded_signatures(decoder: Decoder, content: Any) -> tuple[ActivationSignature, ...]:
     facts = map(decoder.value, content)
     return tuple(
-        ActivationSignature(shape=shape, dtype=dtype, requires_grad=requires_grad)
-        for shape, dtype, requires_grad in facts
+        ActivationSignature(shape=shape, dtype=dtype, requires_grad=requires_grad, repeats=repeats)
+        for shape, dtype, requires_grad, repeats in facts
     )
 
 

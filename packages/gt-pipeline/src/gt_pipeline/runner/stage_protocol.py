@@ -32,9 +32,14 @@ class ActivationSignature:
     requires_grad: bool
     """Whether a gradient of the same shape and dtype travels the other way in backward."""
 
+    repeats: int | None = None
+    """Position of the activation that is the same tensor, if a stage returns one twice. Both
+    travel. The gradient is that of the first: the stage after uses the first in place of both."""
+
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype}{list(self.shape)}{'' if self.requires_grad else ' without gradient'}"
+        text = f"{dtype}{list(self.shape)}{'' if self.requires_grad else ' without gradient'}"
+        return text if self.repeats is None else f"{text}, the same tensor as {self.repeats}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
