@@ -376,6 +376,7 @@ class Decoder:
             num_hooks=dict(item["num_hooks"]),
             trainable=frozenset(item["trainable"]),
             autocast={device: self.value(dtype) for device, dtype in item["autocast"].items()},
+            autocast_cache=bool(item["autocast_cache"]),
         )
 
 

@@ -355,6 +355,7 @@ class Encoder:
             "num_hooks": dict(mode.num_hooks),
             "trainable": sorted(mode.trainable, key=_by_numbers),
             "autocast": {device: self.value(dtype) for device, dtype in mode.autocast.items()},
+            "autocast_cache": mode.autocast_cache,
         }
 
 

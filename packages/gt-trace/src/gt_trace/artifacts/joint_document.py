@@ -81,6 +81,7 @@ def joint_content(encoder: Encoder, parts: ForwardBackward) -> dict[str, Any]:
             "outputs": [_output_content(encoder, each) for each in joint.outputs],
             "output_spec": encoder.tree(joint.output_spec),
             "differentiable": sorted(map(list, joint.differentiable)),
+            "recast": sorted(joint.recast),
             "gradient_layouts": [
                 [kind, name, encoder.layout(layout)]
                 for (kind, name), layout in joint.gradient_layouts.items()
@@ -141,6 +142,7 @@ def _decoded_joint_graph(decoder: Decoder, content: Any) -> JointGraph:
         differentiable=frozenset(
             (_input_kind(kind), name) for kind, name in content["differentiable"]
         ),
+        recast=frozenset(content["recast"]),
         gradient_layouts=_decoded_layouts(decoder, content["gradient_layouts"]),
     )
 

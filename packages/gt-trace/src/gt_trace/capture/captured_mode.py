@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from gt_trace._torch_internals import GLOBAL_HOOKS, is_any_autocast_enabled
+from gt_trace.capture.autocast_cache import SurroundingAutocast
 from gt_trace.capture.failing_node import note_failing_node
 from gt_trace.errors import CaptureError, StateMismatchError
 
@@ -36,6 +37,11 @@ _REGISTERED_BY = {
 _MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 Captured = TypeVar("Captured")
+
+_STALE_CASTS = (
+    "parameters changed inside of the region of autocast that surrounds the steps, whose cache has "
+    "casts of their former values; enter autocast for each step, or with cache_enabled=False"
+)
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
@@ -57,6 +63,9 @@ class CapturedMode:
     autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Dtype to which autocast cast, by type of device; devices where it was off are missing."""
 
+    autocast_cache: bool = True
+    """Whether autocast kept the casts of parameters."""
+
     @classmethod
     def now(cls, module: nn.Module | None) -> CapturedMode:
         """The modes of ``module``, and of autocast, at this moment."""
@@ -67,6 +76,7 @@ class CapturedMode:
             num_hooks={name: count for name, count in counts.items() if count},
             trainable=frozenset(_trainable(module)),
             autocast=_autocast_now(),
+            autocast_cache=torch.is_autocast_cache_enabled(),
         )
 
 
@@ -121,6 +131,11 @@ class ModeGuard:
         if autocast != self._captured.autocast:
             was = _shown(self._captured.autocast)
             self._refuse([f"autocast is {_shown(autocast)}, and was {was}"])
+        if torch.is_autocast_cache_enabled() is not self._captured.autocast_cache:
+            now, was = ("off", "on") if self._captured.autocast_cache else ("on", "off")
+            self._refuse([f"autocast's cache is {now}, and was {was} (cache_enabled)"])
+        if autocast and self._captured.autocast_cache and self._surrounding.is_stale(autocast):
+            self._refuse([_STALE_CASTS])
 
     def _look(self) -> None:
         """Note what to compare, after a first look at it."""
@@ -132,6 +147,7 @@ class ModeGuard:
         self._hook_numbers = list(chain.from_iterable(self._hooks))
         self._parameters = [] if self._module is None else list(self._module.parameters())
         self._trainable = [each.requires_grad for each in self._parameters]
+        self._surrounding = SurroundingAutocast(self._parameters)
 
     def _module_problems(self) -> list[str]:
         was, now = self._captured, CapturedMode.now(self._module)

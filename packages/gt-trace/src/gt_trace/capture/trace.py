@@ -29,6 +29,7 @@ from gt_trace._torch_internals import (
 )
 from gt_trace._torch_versions import non_strict_tracing, traced_backward
 from gt_trace.annotate import annotate_modules
+from gt_trace.capture.autocast_cache import autocast_cache
 from gt_trace.capture.captured_mode import CapturedMode, refuse_gradient_hooks, with_settled_hooks
 from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.given_tensors import GivenTensors
@@ -137,7 +138,7 @@ def trace_without_code(
         for preparer in input_preparers:
             inputs = preparer.before_faking(inputs)
         flat = FlatInputs.of(fn, collect_state(module, optimizer), inputs)
-        step = _TracedFunction(fn, flat, optimizer, input_preparers)
+        step = _TracedFunction(fn, flat, optimizer, input_preparers, captured_mode)
         mode = fake_mode or FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         fakes = flat.fake(mode, torch.device(meta_device))
         with held_garbage_collection(), tracing_contexts(mode, module), lazily_generated_code():
@@ -199,11 +200,13 @@ class _TracedFunction:
         flat: FlatInputs,
         optimizer: torch.optim.Optimizer | None,
         preparers: Sequence[InputPreparer],
+        mode: CapturedMode,
     ) -> None:
         self._fn = fn
         self._flat = flat
         self._optimizer = optimizer
         self._preparers = preparers
+        self._mode = mode
         self.output_spec: pytree.TreeSpec | None = None
         self.output_layouts: list[TensorLayout | None] = []
 
@@ -224,6 +227,7 @@ class _TracedFunction:
                 watch = current_watch()
                 with (
                     watch.running(),
+                    autocast_cache(enabled=self._mode.autocast_cache),
                     LiveState(slots, state, names=given.names),
                     refuse_data_dependence(),
                 ):

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from gt_trace._torch_internals import pytree
 from gt_trace._torch_joint_internals import AsyncCollectiveTensor, BoxedCodeGen
+from gt_trace.capture.autocast_cache import RECAST
 from gt_trace.capture.bound_inputs import BoundInputs
 from gt_trace.capture.captured_mode import ModeGuard, as_captured
 from gt_trace.capture.graph_inputs import GraphInput, InputKind
@@ -152,6 +153,16 @@ class BoundJoint:
             if signature.is_tensor:
                 wholes["argument", signature.name] = leaf
         if torch.is_grad_enabled():
+            recast = [
+                name
+                for name in joint.recast
+                if wholes["argument", name].requires_grad and wholes["argument", name].is_leaf
+            ]
+            if recast:
+                raise InputMismatchError(
+                    f"{RECAST}, or pass what is no leaf of autograd:\n  "
+                    + "\n  ".join(sorted(recast))
+                )
             late = [
                 (kind, name)
                 for (kind, name), tensor in wholes.items()

@@ -36,6 +36,7 @@ from gt_trace._torch_joint_internals import (
     own_backward_annotations,
 )
 from gt_trace.annotate import annotate_modules
+from gt_trace.capture.autocast_cache import RECAST, autocast_cache, repeated_casts
 from gt_trace.capture.captured_mode import CapturedMode, with_settled_hooks
 from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.given_tensors import GivenTensors
@@ -114,7 +115,7 @@ def _joint_graph(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes = flat.fake(fake_mode, meta_device)
     state, fake_arguments = flat.rebuild(fakes)
-    shell = _Shell(module, flat, state, gradient_placements)
+    shell = _Shell(module, flat, state, gradient_placements, mode)
     exported = _export(shell, module, fake_arguments, fake_mode)
     graph_module = exported.graph_module
     _mark_backward(graph_module)
@@ -147,6 +148,7 @@ def _joint_graph(
         outputs=tuple(shell.outputs),
         output_spec=shell.output_spec,
         differentiable=_differentiable(flat),
+        recast=frozenset(shell.recast),
         gradient_layouts=gradient_layouts,
         mode=mode,
     )
@@ -209,14 +211,17 @@ class _Shell(nn.Module):
         flat: FlatInputs,
         state: Sequence[torch.Tensor],
         gradient_placements: Mapping[str, Sequence[Placement]],
+        mode: CapturedMode,
     ) -> None:
         super().__init__()
+        self._mode = mode
         # In a list, so that its own parameters are not registered a second time.
         self._inner = [module]
         self._gradient_placements = gradient_placements
         self.flat = flat
         self.outputs: list[OutputSignature] = []
         self.output_spec: pytree.TreeSpec | None = None
+        self.recast: list[str] = []
         for name, slot, tensor in zip(state_names(flat), flat.slots, state, strict=True):
             holder: dict[str, Any] = (
                 self._parameters if slot.entry.kind == "parameter" else self._buffers
@@ -239,10 +244,13 @@ class _Shell(nn.Module):
             with (
                 memoised_stack_traces(),
                 refuse_data_dependence(),
+                autocast_cache(enabled=self._mode.autocast_cache),
+                repeated_casts() as casts,
                 LiveState(slots, state, names=given.names) as live,
             ):
                 result = self._inner[0](*args, **kwargs)
             watch.look()
+            self._refuse_recast_state(casts)
             live.refuse_live_leaves(pytree.tree_leaves(result))
             given.refuse_changes()
             refuse_side_effects(slots, before, writes_grad=False)
@@ -250,6 +258,24 @@ class _Shell(nn.Module):
             for slot in slots:
                 slot.put(slot.tensor)
         return self._flatten_outputs(result)
+
+    def _refuse_recast_state(self, casts: Mapping[int, int]) -> None:
+        """Refuse state that autocast would cast once; note arguments, which need not be leaves."""
+        requires_grad = [
+            whole.requires_grad
+            for whole, layout in self.flat.tensors()
+            for _ in range(layout.num_leaves)
+        ]
+        inputs = self.flat.graph_inputs()
+        recast = {inputs[each]: count for each, count in casts.items() if requires_grad[each]}
+        self.recast = [each.name for each in recast if each.kind == "argument"]
+        problems = [
+            f"{each.kind} {each.name} is cast {count} times"
+            for each, count in recast.items()
+            if each.kind != "argument"
+        ]
+        if problems:
+            raise CaptureError(f"{RECAST}, or capture the whole step:\n  " + "\n  ".join(problems))
 
     def _flatten_outputs(self, result: Any) -> list[torch.Tensor]:
         with_paths, self.output_spec = pytree.tree_flatten_with_path(result)

@@ -84,6 +84,9 @@ class JointGraph(CapturedInputs):
     differentiable: frozenset[tuple[InputKind, str]]
     """Every parameter, buffer and argument that required a gradient, reached by one or not."""
 
+    recast: frozenset[str]
+    """Names of the arguments that autocast cast several times, as it does with no leaf."""
+
     gradient_layouts: Mapping[tuple[InputKind, str], TensorLayout]
     """How the gradients are made of plain tensors, by the inputs that get one."""
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from gt_trace._torch_internals import FakeTensorMode, ShapeEnv, pytree
+from gt_trace.capture.autocast_cache import autocast_cache
 from gt_trace.capture.captured_mode import (
     CapturedMode,
     refuse_gradient_hooks,
@@ -299,7 +300,12 @@ class _Stamper:
             watch = RandomWatch(self.generators)
 
             def run() -> Any:
-                with _swapped(flat.slots, state), _unchanged(self.module), watch.running():
+                with (
+                    _swapped(flat.slots, state),
+                    _unchanged(self.module),
+                    watch.running(),
+                    autocast_cache(enabled=torch.is_autocast_cache_enabled()),
+                ):
                     result = self.fn(*inputs.args, **inputs.kwargs)
                     watch.look()
                 if watch.changes:

@@ -358,6 +358,7 @@ def _global_modes() -> dict[str, object]:
     kernels = torch.backends.cuda
     return {
         "autocast": {kind: repr(dtype) for kind, dtype in CapturedMode.now(None).autocast.items()},
+        "autocast's cache": torch.is_autocast_cache_enabled(),
         "default dtype": repr(torch.get_default_dtype()),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "float32 matmul precision": torch.get_float32_matmul_precision(),
