@@ -1,13 +1,14 @@
-"""Writes docs/hugging-face-families.md: of families of models, whether they are captured.
+"""Writes docs/hugging-face-families.md: which families of models are captured, bit for bit.
 
-Nothing is claimed here: a small model of each, with random weights, makes a training step eagerly
-and as a captured graph, on batches that the capture has not seen, and every bit of loss and
-gradients is compared. Nothing is downloaded. Run it again with another transformers:
+A small model of each family, with random weights, makes a training step eagerly and as a captured
+graph, on batches that the capture has not seen. Every bit of the loss, the gradients and the
+buffers is compared. Nothing is downloaded. Run it again with another transformers:
 ``.venv/bin/python tools/hugging_face_families.py``.
 """
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,16 +19,16 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from gt_trace import CaptureError, trace_step
+from gt_trace import CaptureError, TracedStep, trace_step
+from hugging_face_inputs import BATCH, LENGTH, OTHER_KINDS, VOCABULARY
 
 PAGE = Path(__file__).parents[1] / "docs" / "hugging-face-families.md"
 
-_VOCABULARY, _BATCH, _LENGTH = 96, 2, 24
 _NUM_SEEDS = 2
 """Batches that are compared, with the draws of dropout."""
 
 _SMALL = {
-    "vocab_size": _VOCABULARY,
+    "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -140,20 +141,66 @@ def judge(family: str) -> Found:
         except CaptureError as error:
             return Found(model=name, num_operators=None, differing={}, reason=_sentence(error))
         if padded:
-            nodes = traced.graph_module.graph.nodes
-            num_operators = sum(node.op == "call_function" for node in nodes)
+            num_operators = _num_operators(traced)
     return Found(model=name, num_operators=num_operators, differing=differing, reason=None)
 
 
-def judge_all() -> dict[str, Found]:
-    """What came of every family."""
+def judge_other(family: str) -> Found:
+    """Capture the training step of a model that is no plain decoder, and compare it.
+
+    Args:
+        family: a name in ``OTHER_KINDS``.
+    """
+    kind = OTHER_KINDS[family]
+    model = kind.small_model(family)
+    trainable = [each for each in model.parameters() if each.requires_grad]
+
+    def step(inputs: dict[str, Any]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        loss = model(**inputs).loss
+        return loss, torch.autograd.grad(loss, trainable, allow_unused=True)
+
+    def batch(seed: int) -> dict[str, Any]:
+        return kind.inputs(torch.Generator().manual_seed(seed))
+
+    name = type(model).__name__
+    try:
+        traced = trace_step(step, module=model)(batch(0))
+    except CaptureError as error:
+        return Found(model=name, num_operators=None, differing={}, reason=_sentence(error))
+    bound = traced.bind(model)
+    names = ["loss", *(name for name, each in model.named_parameters() if each.requires_grad)]
+    differing: dict[str, None] = {}
+    for seed in range(1, 1 + _NUM_SEEDS):
+        before = copy.deepcopy(model.state_dict())
+        results = []
+        for run in (step, bound):
+            model.load_state_dict(before)
+            torch.manual_seed(seed)
+            loss, gradients = run(batch(seed))
+            buffers = {key: each.clone() for key, each in model.named_buffers()}
+            results.append({**dict(zip(names, (loss, *gradients), strict=True)), **buffers})
+        eager, captured = results
+        differing |= {key: None for key in eager if not _same(eager[key], captured[key])}
+    return Found(
+        model=name,
+        num_operators=_num_operators(traced),
+        differing={True: tuple(differing)},
+        reason=None,
+    )
+
+
+def judge_all() -> tuple[dict[str, Found], dict[str, Found]]:
+    """Judge every decoder, and every model of another kind."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {family: judge(family) for family in FAMILIES}
+        return (
+            {family: judge(family) for family in FAMILIES},
+            {family: judge_other(family) for family in OTHER_KINDS},
+        )
 
 
-def page(found: Mapping[str, Found]) -> str:
-    """The whole of docs/hugging-face-families.md."""
+def page(found: Mapping[str, Found], others: Mapping[str, Found]) -> str:
+    """Return the whole text of docs/hugging-face-families.md."""
     head = _HEAD.format(
         transformers=transformers.__version__,
         torch=torch.__version__.partition("+")[0],
@@ -165,7 +212,12 @@ def page(found: Mapping[str, Found]) -> str:
         f"{_verdict(each, padded=True)} | {_verdict(each, padded=False)} |"
         for family, each in found.items()
     ]
-    return "\n".join([head, *rows, ""])
+    other_rows = [
+        f"| {family} | {OTHER_KINDS[family].kind} | {each.model} | {each.num_operators or '–'} | "
+        f"{_verdict(each, padded=True)} |"
+        for family, each in others.items()
+    ]
+    return "\n".join([head, *rows, _OTHERS_HEAD, *other_rows, ""])
 
 
 _HEAD = """\
@@ -186,6 +238,20 @@ padding, and both do the same.
 |---|---|---|---|---|"""
 
 
+_OTHERS_HEAD = """
+## Other kinds of models
+
+Each is compared in the same way: loss, gradients and buffers after each of two batches. A model
+that cannot be captured is refused with the reason that the table shows.
+
+| family | kind | class | operators | result |
+|---|---|---|---|---|"""
+
+
+def _num_operators(traced: TracedStep) -> int:
+    return sum(node.op == "call_function" for node in traced.graph_module.graph.nodes)
+
+
 def _step_of(model: nn.Module) -> Callable[..., tuple[Tensor, tuple[Tensor | None, ...]]]:
     trainable = [each for each in model.parameters() if each.requires_grad]
 
@@ -200,11 +266,11 @@ def _step_of(model: nn.Module) -> Callable[..., tuple[Tensor, tuple[Tensor | Non
 
 def _batch(seed: int, *, padded: bool) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(3, _VOCABULARY, (_BATCH, _LENGTH), generator=generator)
+    tokens = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=generator)
     if not padded:
         return tokens, tokens.clone(), None
-    lengths = torch.tensor([_LENGTH, _LENGTH - 5 - seed])
-    mask = (torch.arange(_LENGTH) < lengths.unsqueeze(1)).long()
+    lengths = torch.tensor([LENGTH, LENGTH - 5 - seed])
+    mask = (torch.arange(LENGTH) < lengths.unsqueeze(1)).long()
     return tokens * mask, tokens.masked_fill(mask == 0, -100), mask
 
 
@@ -228,11 +294,14 @@ def _differing(
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
-    return torch.equal(one.detach().view(torch.int32), other.detach().view(torch.int32))
+    return torch.equal(
+        one.detach().flatten().view(torch.uint8), other.detach().flatten().view(torch.uint8)
+    )
 
 
 def _sentence(error: Exception) -> str:
-    return " ".join(str(error).split()).replace("|", "\\|")
+    lines = [line for line in str(error).splitlines() if not line.lstrip().startswith("File ")]
+    return " ".join(" ".join(lines).split()).replace("|", "\\|")
 
 
 def _verdict(found: Found, *, padded: bool) -> str:
@@ -247,4 +316,4 @@ def _verdict(found: Found, *, padded: bool) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(judge_all()), encoding="utf-8")
+    PAGE.write_text(page(*judge_all()), encoding="utf-8")

@@ -11,11 +11,9 @@ import torch
 
 from fuzz import capture_case
 from fuzz.capture_case import CaptureCase, draw_capture_case, judge_capture
-from fuzz.captures import draw_capture_cases, run_captures, smallest
+from fuzz.captures import draw_capture_cases, smallest
 from fuzz.step_statements import STATEMENTS, Statement
 from gt_trace.errors import CaptureError
-
-NUM_CASES = 40
 
 
 def case_of(*kinds: str, **settings: Any) -> CaptureCase:
