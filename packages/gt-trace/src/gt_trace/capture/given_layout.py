@@ -1,9 +1,11 @@
 """Strides of a tensor that a call passes, made those of the captured one, or refused.
 
 A captured graph computes with the captured strides: a ``view`` in it may be wrong for others, and
-``as_strided`` reads other elements. Where the graph only reads elements of the input, a copy with
-the captured strides has every number that eager execution has on such a copy. Where it writes the
-input, returns a view of it or reads its memory at fixed positions, a copy would show.
+``as_strided`` reads other elements. An eager step computes with the strides that it is given. Of
+floating-point inputs the two may differ: operators sum in the order of memory, draw random numbers
+in that order, and choose other kernels (``linear`` adds its bias apart from a product of strided
+rows). Whole numbers and booleans are exact in any order, so a slice of them is copied. It is not
+if the graph writes the input, returns a view of it or reads its memory at fixed positions.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def laid_out(
     """Return ``tensor`` with the captured strides, or the reason why it cannot have them.
 
     Strides of dims of size 1, and of empty tensors, place no element: a view gets the captured
-    ones. All others need a copy.
+    ones. All others need a copy, which slices of whole numbers and booleans may have.
 
     Args:
         tensor: of the captured shape.
@@ -52,6 +54,8 @@ def laid_out(
             return tensor.as_strided(tensor.shape, wanted)
     what = f"strides {list(found)}, captured with {list(wanted)}"
     remedy = "pass .contiguous(), or capture with such an input"
+    if wanted != _contiguous(tensor.shape):
+        remedy = "pass a tensor with the captured strides, or capture with such an input"
     if bits[0] != bits[1]:
         what, remedy = "a lazily conjugated or negated view", "pass .resolve_conj().resolve_neg()"
     elif not same_offset:
@@ -61,6 +65,10 @@ def laid_out(
         return f"{what}, where elements share memory; pass an expanded tensor, or capture again"
     if uses:
         return f"{what}; it cannot be copied, because {_WHY_NO_COPY[uses[0]]}; {remedy}"
+    if tensor.is_floating_point() or tensor.is_complex():
+        return f"{what}; sums over such memory may round otherwise; {remedy}"
+    if not _same_order(tensor.shape, found, wanted):
+        return f"{what}, with the dims in another order; {remedy}"
     if _overlaps(tensor.shape, wanted):
         return f"{what}, where elements share memory; capture again with such an input"
     with torch.no_grad():
@@ -103,6 +111,20 @@ def state_problem(
             "a lazily conjugated or negated view, or captured as one; resolve it, or capture again"
         )
     return None
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides)) if shape else ()
+
+
+def _same_order(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Check that two strides order the dims alike; an expanded dim may be anywhere."""
+    dims = [dim for dim, size in enumerate(shape) if size != 1 and one[dim] and other[dim]]
+    return sorted(dims, key=lambda dim: -one[dim]) == sorted(dims, key=lambda dim: -other[dim])
 
 
 def _overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
