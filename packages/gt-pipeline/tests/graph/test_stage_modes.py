@@ -142,16 +142,21 @@ def test_a_dictionary_may_be_filled_in_any_order_and_has_the_captured_keys() -> 
     )
 
 
-def test_a_view_with_other_strides_is_read_like_a_contiguous_one() -> None:
+def test_a_slice_of_booleans_is_read_like_a_contiguous_one_and_one_of_numbers_refused() -> None:
     class Flat(nn.Module):
         def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
             return x * mask.reshape(-1)[:WIDTH]
 
-    masks = torch.randn(4, 2 * WIDTH)
-    stage = middle(Flat(), inputs=MicrobatchInputs(kwargs={"mask": masks[:, :WIDTH].clone()}))
-    x, mask = rows(), masks[:, WIDTH:]
-    (found,) = stage.forward(0, (x,), MicrobatchInputs(kwargs={"mask": mask}))
-    assert torch.equal(found, Flat()(x, mask=mask))
+    numbers = torch.randn(4, 2 * WIDTH)
+    for masks in (numbers > 0, numbers):
+        stage = middle(Flat(), inputs=MicrobatchInputs(kwargs={"mask": masks[:, :WIDTH].clone()}))
+        x, mask = rows(), masks[:, WIDTH:]
+        given = MicrobatchInputs(kwargs={"mask": mask})
+        if masks is numbers:
+            with pytest.raises(StageInputError, match="sums over such memory may round otherwise"):
+                stage.forward(0, (x,), given)
+        else:
+            assert torch.equal(stage.forward(0, (x,), given)[0], Flat()(x, mask=mask))
 
 
 def test_a_subclass_in_place_of_a_plain_tensor_is_refused() -> None:
