@@ -41,9 +41,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Tensors as keys, by identity and without keeping them alive; no public dictionary does.
-from torch.utils.weak import WeakIdKeyDictionary
-
 __all__ = [
     "CANNOT_REPROPAGATE",
     "FakeTensorMode",
@@ -51,7 +48,6 @@ __all__ = [
     "OpOverload",
     "StorageWeakRef",
     "TorchDispatchMode",
-    "WeakIdKeyDictionary",
     "device_of",
     "fake_mode_of",
     "fast_tensor_attributes",

@@ -64,3 +64,23 @@ output 0 (exp) is not computed as before
 expected the subgraph DIGEST, as in node sdpa_mask0
 got      the subgraph DIGEST, as in node sdpa_mask0""",
     )
+
+
+@pytest.mark.parametrize("how", ["data", "storage", "numpy", "in place"])
+@pytest.mark.parametrize("num_elements", [8, 2**19])
+def test_an_edit_of_a_constant_is_seen_however_it_was_made(how: str, num_elements: int):
+    constant = torch.zeros(num_elements)
+    graph_module = capture(lambda x: x + constant, torch.ones(num_elements))
+    (node,) = graph_module.graph.find_nodes(op="get_attr")
+    before = freeze_attribute(graph_module, node)
+    assert freeze_attribute(graph_module, node) == before
+    if how == "data":
+        constant.data[-1] = 1.0
+    elif how == "storage":
+        storage = constant.untyped_storage()
+        storage[len(storage) - 1] = 1
+    elif how == "numpy":
+        constant.numpy()[-1] = 1.0
+    else:
+        constant[-1] = 1.0
+    assert freeze_attribute(graph_module, node) != before

@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.fx import Graph, Node
 
-from gt_passes._torch_internals import HigherOrderOperator, OpOverload
+from gt_passes._torch_internals import HigherOrderOperator, OpOverload, is_fake_tensor, layout_of
 from gt_passes.analysis.collectives import is_wait
-from gt_passes.analysis.node_calls import arguments_of
+from gt_passes.analysis.node_calls import arguments_of, attribute_of
 from gt_passes.analysis.operator_aliases import (
     AliasedArgument,
     aliased_arguments,
@@ -171,8 +171,11 @@ def _written_statistics(node: Node) -> Iterator[Node]:
 
 
 def shared_nodes(node: Node) -> Iterator[Node]:
-    """The arguments whose memory the result of a node may share."""
-    if node.op in ("placeholder", "get_attr", "output"):
+    """The arguments whose memory the result of a node may share; of a constant, the same ones."""
+    if node.op == "get_attr":
+        yield from nodes_of_same_constant(node)
+        return
+    if node.op in ("placeholder", "output"):
         return
     target = node.target
     region = region_of(node)
@@ -187,6 +190,26 @@ def shared_nodes(node: Node) -> Iterator[Node]:
         for argument in aliased_arguments(target):
             if argument.may_alias(node):
                 yield from _nodes_of(argument, node)
+
+
+def nodes_of_same_constant(node: Node) -> Iterator[Node]:
+    """The other ``get_attr`` nodes of a graph whose tensors lie in the same storage."""
+    storage = _storage_of_constant(node)
+    if storage is None:
+        return
+    for other in node.graph.find_nodes(op="get_attr"):
+        if other is not node and _storage_of_constant(other) == storage:
+            yield other
+
+
+def _storage_of_constant(node: Node) -> int | None:
+    graph_module = node.graph.owning_module
+    value = None if graph_module is None else attribute_of(graph_module, node)
+    if not isinstance(value, torch.Tensor) or is_fake_tensor(value):
+        return None
+    if layout_of(value) is not torch.strided or value.is_meta:
+        return None
+    return value.untyped_storage().data_ptr() or None
 
 
 class _RegionMemory(NamedTuple):

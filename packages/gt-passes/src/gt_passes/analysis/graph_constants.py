@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Hashable, Mapping, MutableMapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
 
-from gt_passes._torch_internals import WeakIdKeyDictionary, unset_fake_temporarily
+from gt_passes._torch_internals import unset_fake_temporarily
 from gt_passes.analysis.node_calls import attribute_of
 from gt_passes.analysis.outlined_region import OutlinedRegion
 from gt_passes.analysis.tensor_signature import signature
@@ -107,14 +107,7 @@ def _frozen_tensor(tensor: torch.Tensor) -> Hashable:
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
     if not is_plain or tensor.layout is not torch.strided:
         return (signature(tensor), _SameTensor(tensor))
-    # Bits of large constants are read again only where PyTorch has counted a write to them.
-    version = (tensor._version, tensor.data_ptr())
-    known = _large_digests.get(tensor)
-    if known is None or known[0] != version:
-        known = (version, _digest(tensor))
-        if tensor.numel() * tensor.element_size() > _LARGE_BYTES:
-            _large_digests[tensor] = known
-    return (signature(tensor), known[1])
+    return (signature(tensor), _digest(tensor))
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
@@ -123,11 +116,6 @@ def _digest(tensor: torch.Tensor) -> bytes:
         num_bytes = elements.numel() * elements.element_size()
         held = ctypes.string_at(elements.data_ptr(), num_bytes) if num_bytes else b""
     return hashlib.sha256(held).digest()
-
-
-_LARGE_BYTES = 2**20
-_large_digests: MutableMapping[torch.Tensor, tuple[tuple[int, int], bytes]] = WeakIdKeyDictionary()
-"""Version and digest of each large constant that was frozen."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

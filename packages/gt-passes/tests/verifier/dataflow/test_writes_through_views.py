@@ -248,3 +248,73 @@ def test_a_collective_in_place_through_a_view_without_a_rule_is_followed():
 
     assert same(before, before, X, Y)
     assert differences(before, after, X, Y)
+
+
+def test_narrow_from_the_end_is_a_slice():
+    def narrowed(graph_module, start):
+        for node in graph_module.graph.find_nodes(op="call_function", target=aten.slice.Tensor):
+            node.target, node.args = aten.narrow.default, (node.args[0], 0, start, 2)
+        return Dataflow.of(graph_module, table=table)
+
+    table = ValueTable()
+    before = Dataflow.of(capture(lambda x: x[3:5].exp(), X), table=table)
+    assert not list(before.find_differences(narrowed(capture(lambda x: x[3:5].exp(), X), -3)))
+    assert not list(before.find_differences(narrowed(capture(lambda x: x[3:5].exp(), X), 3)))
+    assert list(before.find_differences(narrowed(capture(lambda x: x[3:5].exp(), X), -4)))
+    assert list(before.find_differences(narrowed(capture(lambda x: x[3:5].exp(), X), -2)))
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("shape", [(4, 6), (2, 3, 4)])
+def test_can_join_along_any_dim_by_copies_into_parts(dim, shape):
+    a, b = torch.ones(shape), torch.ones(shape)
+
+    def joined(a, b):
+        return torch.cat([a, b], dim).exp()
+
+    def copied(order):
+        def run(a, b):
+            size = list(shape)
+            size[dim] *= 2
+            buffer = torch.empty(size)
+            parts = buffer.narrow(dim, 0, shape[dim]), buffer.narrow(dim, shape[dim], shape[dim])
+            for part, source in zip(parts, (a, b) if order else (b, a), strict=True):
+                part.copy_(source)
+            return buffer.exp()
+
+        return run
+
+    assert same(joined, copied(True), a, b)
+    assert not same(joined, copied(False), a, b)
+
+
+def test_a_written_constant_that_is_read_by_several_nodes_is_one_memory():
+    constant = torch.ones(6, 6)
+    part = constant[0]
+
+    def program(*, is_late, reads_part=False):
+        def run(x):
+            early = (part if reads_part else constant).exp()
+            constant.add_(x)
+            late = (part if reads_part else constant).exp()
+            return late if is_late else early
+
+        return capture(run, X)
+
+    table = ValueTable()
+
+    def dataflow(graph_module):
+        return Dataflow.of(graph_module, table=table)
+
+    late = dataflow(program(is_late=True))
+    assert list(late.find_differences(dataflow(program(is_late=False))))
+    with_one_node = program(is_late=True)
+    first, *others = with_one_node.graph.find_nodes(op="get_attr")
+    assert others
+    for node in others:
+        node.replace_all_uses_with(first)
+    assert not list(late.find_differences(dataflow(with_one_node)))
+    late_part = dataflow(program(is_late=True, reads_part=True))
+    assert not list(late_part.find_differences(dataflow(program(is_late=True, reads_part=True))))
+    early_part = dataflow(program(is_late=False, reads_part=True))
+    assert list(late_part.find_differences(early_part))

@@ -159,7 +159,8 @@ def narrow(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | No
     if type(start) is not int or type(length) is not int:
         return None
     dim %= len(source.shape)
-    start %= source.shape[dim] + 1
+    if start < 0:
+        start += source.shape[dim]
     return _part(table, source, dim, start, start + length)
 
 

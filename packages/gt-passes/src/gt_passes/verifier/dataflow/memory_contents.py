@@ -258,28 +258,76 @@ class MemoryContents:
                 )
             )
             return self.table.tensor(held.shape, contents)
+        written = self._written_rows(held.contents, piece, value)
+        if written is not None:
+            return self.table.tensor(held.shape, written)
         dtype = self.table.dtype_of(held) or torch.float32
         definition = ("written", held.number, f"{piece.offset} {piece.dims}", value.number)
         atom = self.table.atom(definition, numel=numel, dtype=dtype)
         return self.table.tensor(held.shape, whole(atom, numel))
 
+    def _written_rows(
+        self, contents: Contents, piece: Piece, value: TensorValue
+    ) -> Contents | None:
+        """The contents after one stretch of several rows was written; None for others."""
+        stretch = _stretch_of_rows(contents, piece)
+        if stretch is None:
+            return None
+        first, last = stretch.row * stretch.distance, stretch.end_row * stretch.distance
+        count = stretch.end_row - stretch.row
+        old = columns_of(slice_contents(contents, first, last), count)
+        if old is None:
+            return None
+        columns = (
+            *columns_between(old, 0, stretch.start),
+            *self.table.columns(value.contents, count),
+            *columns_between(old, stretch.stop, stretch.distance),
+        )
+        return concatenate(
+            (
+                slice_contents(contents, 0, first),
+                rows_of(count, columns),
+                slice_contents(contents, last, num_elements(contents)),
+            )
+        )
 
-def _strided_part(contents: Contents, part: Piece) -> Contents | None:
-    """The same stretch of several rows of contents; None where ``part`` is something else."""
+
+class _StretchOfRows(NamedTuple):
+    """The elements from one index to before another of each of several rows."""
+
+    distance: int
+    """Number of elements in a row."""
+
+    row: int
+    end_row: int
+    start: int
+    stop: int
+
+
+def _stretch_of_rows(contents: Contents, part: Piece) -> _StretchOfRows | None:
     if len(part.dims) > 2 or (len(part.dims) == 2 and part.dims[1][1] != 1):
         return None
     (count, distance), length = part.dims[0], part.dims[1][0] if len(part.dims) == 2 else 1
-    numel = num_elements(contents)
-    if distance <= 0 or numel % distance:
+    if distance <= 0 or num_elements(contents) % distance:
         return None
     row, start = divmod(part.offset, distance)
-    columns = columns_of(contents, numel // distance)
-    if columns is None or start + length > distance:
+    if start + length > distance:
+        return None
+    return _StretchOfRows(distance, row, row + count, start, start + length)
+
+
+def _strided_part(contents: Contents, part: Piece) -> Contents | None:
+    """The same stretch of several rows of contents; None where ``part`` is something else."""
+    stretch = _stretch_of_rows(contents, part)
+    if stretch is None:
+        return None
+    columns = columns_of(contents, num_elements(contents) // stretch.distance)
+    if columns is None:
         return None
     return rows_of(
-        count,
+        stretch.end_row - stretch.row,
         (
-            Column(first._replace(offset=first.offset + row * row_stride), row_stride)
-            for first, row_stride in columns_between(columns, start, start + length)
+            Column(first._replace(offset=first.offset + stretch.row * row_stride), row_stride)
+            for first, row_stride in columns_between(columns, stretch.start, stretch.stop)
         ),
     )

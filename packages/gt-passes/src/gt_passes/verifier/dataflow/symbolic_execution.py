@@ -16,17 +16,18 @@ import torch
 from torch.fx import Node
 
 from gt_passes._torch_internals import OpOverload, value_of
-from gt_passes.analysis.aliasing import shared_nodes, written_nodes
-from gt_passes.analysis.call_form import call_form
+from gt_passes.analysis.aliasing import nodes_of_same_constant, shared_nodes, written_nodes
+from gt_passes.analysis.call_form import CallForm, call_form
 from gt_passes.analysis.collectives import is_pure_collective, is_wait
 from gt_passes.analysis.graph_constants import frozen_literal
-from gt_passes.analysis.graph_scan import GraphScan
+from gt_passes.analysis.graph_scan import GraphScan, NodeCall
 from gt_passes.analysis.operator_effects import (
     is_only_a_view,
     only_asserts,
     reads_only_metadata,
 )
 from gt_passes.analysis.written_memory import memories_written
+from gt_passes.verifier.dataflow.call_spelling import canonical_call
 from gt_passes.verifier.dataflow.flat_contents import Piece
 from gt_passes.verifier.dataflow.memory_contents import MemoryContents
 from gt_passes.verifier.dataflow.operator_dataflow import apply_rule, item_of
@@ -197,6 +198,8 @@ class SymbolicExecution:
             # Equal bits are one value until somebody writes to one of them.
             name = str(node.target) if self._writes_constants else None
             self._define(node, ("constant", self._scan.attributes[node], name))
+            if node in self._memory.class_of:
+                self._share_constant(node)
         elif node.op == "output":
             self._visit_output(node)
 
@@ -217,6 +220,20 @@ class SymbolicExecution:
             self._memory.share_perhaps(node, sources, value)
         else:
             self._memory.allocate(node, value)
+
+    def _share_constant(self, node: Node) -> None:
+        """Let a constant be the memory of an earlier node of the same one, or perhaps of others."""
+        position = self._scan.position
+        others = [
+            other
+            for other in nodes_of_same_constant(node)
+            if position.get(other, position[node]) < position[node]
+        ]
+        same = next((other for other in others if other.target == node.target), None)
+        if same is not None:
+            self._memory.rename(node, same)
+        elif others:
+            self._memory.share_perhaps(node, others, self._memory.read(node))
 
     def _load(self, node: Node) -> Value:
         value = self._values.get(node)
@@ -264,11 +281,33 @@ class SymbolicExecution:
             self.table.bind_size(recorded, made)
             return made
         value = apply_rule(self.table, call, operands, self._group_of)
-        return self.table.result(definition, recorded) if value is None else value
+        if value is not None:
+            return value
+        return self.table.result(self._as_written_once(call, definition, operands), recorded)
+
+    def _as_written_once(
+        self, call: NodeCall, definition: Definition, operands: Sequence[Value]
+    ) -> Definition:
+        """The definition of a call by the one spelling of its arguments (``canonical_call``)."""
+        form = definition[1]
+        if definition[0] != "call" or form is not call.split()[0]:
+            return definition  # with the name of another group
+        assert type(form) is CallForm
+        ranks = tuple(len(each.shape) if type(each) is TensorValue else None for each in operands)
+        spelled = self.table.spellings.get((form, ranks))
+        if spelled is None:
+            spelled = canonical_call(form, call, ranks)
+            if form.is_exact:
+                self.table.spellings[form, ranks] = spelled
+        spelling, order = spelled
+        numbers = [operands[index].number for index in order]
+        return ("call", spelling, *numbers, *definition[2 + form.num_operands :])
 
     def _visit_unusual(self, node: Node) -> None:
         operands = self._operands(node, self._load)
-        definition = self._definition(node, operands, self._load)
+        call = self._scan.calls[node]
+        as_written = self._definition(node, operands, self._load)
+        definition = self._as_written_once(call, as_written, operands)
         if node in self._barriers:
             # It may do anything, also read parameters and buffers: what was done to them before it,
             # and which draws came before it, is part of what it is.
@@ -296,7 +335,7 @@ class SymbolicExecution:
             _name(self._names, self._load(node), node)
             return
         if is_plain:
-            value = self._compute(node, definition, operands)
+            value = self._compute(node, as_written, operands)
         else:
             value = self.table.result(definition, value_of(node))
         self._set(node, value, sources)

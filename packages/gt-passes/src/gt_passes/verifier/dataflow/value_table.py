@@ -114,6 +114,11 @@ class ValueTable:
     rules: dict[CallForm, tuple[Rule | None, list[Any]]] = field(default_factory=dict)
     """What is known of each form of call: see ``operator_dataflow.apply_rule``."""
 
+    spellings: dict[tuple[CallForm, tuple[int | None, ...]], tuple[CallForm, tuple[int, ...]]] = (
+        field(default_factory=dict)
+    )
+    """The one spelling of each form of call, by the ranks of its operands."""
+
     units: dict[Definition, dict[int, list[tuple[int, int, Contents]]]] = field(
         default_factory=dict
     )
