@@ -17,17 +17,32 @@ HF_INDEX = "model.safetensors.index.json"
 SHARDED = "sharded"
 """The folder in which ranks put their parts of a save of Hugging Face's form."""
 
-_STEP_FOLDER = re.compile(r"step-(\d+)")
+_STEP_FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+_LIKE_STEP_FOLDER = re.compile(r"\s*step-[+-]?\d+\s*", re.IGNORECASE)
 
 
 def step_folders(folder: Path) -> list[Path]:
     """Return the folders step-N in ``folder`` by step, saves that were cut off included."""
     if not folder.is_dir():
         return []
-    steps = [
-        path for path in folder.iterdir() if path.is_dir() and _STEP_FOLDER.fullmatch(path.name)
-    ]
+    steps = [path for path in folder.iterdir() if path.is_dir() and is_named_by_step(path)]
     return sorted(steps, key=step_of)
+
+
+def is_named_by_step(path: Path) -> bool:
+    """Whether a folder is named step-N as a run names it: no zeros in front, and ASCII digits."""
+    return _STEP_FOLDER.fullmatch(path.name) is not None
+
+
+def misnamed_step_folders(folder: Path) -> list[Path]:
+    """Return folders whose names people read as step-N, but a run would not."""
+    if not folder.is_dir():
+        return []
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_dir() and _LIKE_STEP_FOLDER.fullmatch(path.name) and not is_named_by_step(path)
+    )
 
 
 def is_complete(path: Path) -> bool:

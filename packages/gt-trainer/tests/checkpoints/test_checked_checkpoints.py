@@ -19,6 +19,7 @@ from torchtitan.tools.logging import logger
 from gt_trainer.checkpoints.checked_writer import CheckedWriter
 from gt_trainer.checkpoints.checksums import (
     CHECKSUMS,
+    Checksums,
     ChecksumsUnreadableError,
     read_checksums,
     sha256_of,
@@ -26,6 +27,7 @@ from gt_trainer.checkpoints.checksums import (
 from gt_trainer.checkpoints.damages import (
     DamagedCheckpointError,
     check_on_all_ranks,
+    check_step,
     damages_of,
     set_aside_damaged,
 )
@@ -74,6 +76,13 @@ def saved(one_rank, tmp_path_factory):
 def folder(saved, tmp_path):
     """A copy of a checkpoint, to be damaged."""
     return Path(shutil.copytree(saved, tmp_path / "checkpoint" / "step-5"))
+
+
+def saved_at(step: int, folder: Path) -> Path:
+    """The same checkpoint as saved at another step."""
+    other = Path(shutil.copytree(folder, folder.with_name(f"step-{step}")))
+    Checksums.of_save(other, read_checksums(folder).sha256).write(other)
+    return other
 
 
 def test_checksums_are_those_of_all_files_and_the_reader_gets_what_was_saved(folder):
@@ -162,7 +171,7 @@ def test_checksums_that_cannot_be_understood_are_a_damage(folder, text, said):
 
 def test_a_damaged_checkpoint_is_refused_with_the_newest_intact_one(folder):
     for step in (1, 3, 4):
-        shutil.copytree(folder, folder.with_name(f"step-{step}"))
+        saved_at(step, folder)
     for damaged in ("step-4", "step-5"):
         data = next(folder.with_name(damaged).glob("*.distcp"))
         data.write_bytes(data.read_bytes()[:-1] + b"?")
@@ -198,7 +207,7 @@ def test_a_checkpoint_without_checksums_is_loaded_as_it_is_and_said(folder, capl
 
 
 def test_before_a_restart_damaged_checkpoints_are_set_aside_until_one_is_intact(folder):
-    shutil.copytree(folder, folder.with_name("step-4"))
+    saved_at(4, folder)
     (folder / ".metadata").write_bytes(b"")
     assert [*set_aside_damaged(folder.parent)] == [
         f"{folder} is damaged (.metadata is not what was saved), and is now damaged-5"
@@ -335,3 +344,66 @@ def test_weights_stay_and_get_checksums_where_the_assets_are_damaged(
     assert read_checksums(folder).sha256 == {
         "model.safetensors": sha256_of(folder / "model.safetensors")
     }
+
+
+@pytest.mark.parametrize("name", ["step-9", "step-0", "step-50"])
+def test_a_folder_named_after_another_step_is_a_damage(folder, name):
+    renamed = folder.rename(folder.with_name(name))
+    assert damages_of(renamed) == [f"it was saved at step 5, and its folder is named {name}"]
+    linked = folder.with_name("step-7")
+    linked.symlink_to(renamed, target_is_directory=True)
+    assert damages_of(linked) == ["it was saved at step 5, and its folder is named step-7"]
+    assert damages_of(renamed.rename(folder.with_name("of-my-own"))) == []
+
+
+def test_a_changed_step_is_a_damage_and_checksums_without_a_step_are_read(folder):
+    document = json.loads((folder / CHECKSUMS).read_text())
+    (folder / CHECKSUMS).write_text(json.dumps({**document, "step": 9}))
+    assert damages_of(folder) == ["checksums.json is none that this version wrote"]
+    old = {"format": "gt-trainer checksums 1", "sha256": document["sha256"]}
+    (folder / CHECKSUMS).write_text(json.dumps(old))
+    assert damages_of(folder.rename(folder.with_name("step-6"))) == []
+
+
+def test_the_step_that_is_loaded_is_that_of_the_name(folder):
+    check_step(folder, 5)
+    with pytest.raises(DamagedCheckpointError, match="step-5 holds step 4: name its folder step-4"):
+        check_step(folder, 4)
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("replace", [pipe, endless, lambda path: (path.unlink(), path.mkdir())])
+def test_what_is_no_regular_file_is_a_damage_and_is_not_waited_for(folder, replace):
+    data = next(folder.glob("*.distcp"))
+    replace(data)
+    assert damages_of(folder) in (
+        [f"{data.name} cannot be read (no regular file)"],
+        [f"{data.name} cannot be read (Is a directory)"],
+    )
+    replace(folder / CHECKSUMS)
+    assert damages_of(folder) == ["checksums.json cannot be read (OSError)"] or damages_of(
+        folder
+    ) == ["checksums.json cannot be read (IsADirectoryError)"]
+
+
+@pytest.mark.parametrize("name", ["../step-4/__0_0.distcp", "/etc/passwd", "a/b", "..", "x.bin", 7])
+def test_metadata_and_checksums_name_no_files_elsewhere(folder, name):
+    with (folder / ".metadata").open("rb") as stream:
+        metadata = pickle.load(stream)
+    for item in metadata.storage_data.values():
+        item.relative_path = name
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(NotPlainDataError, match=r"it names the file .* which no save writes"):
+        PlainReader(folder).read_metadata()
+    if name != "x.bin":
+        Checksums(sha256={str(name) if name != 7 else "": "0"}, step=5).write(folder)
+        assert damages_of(folder) == ["checksums.json is none that this version wrote"]

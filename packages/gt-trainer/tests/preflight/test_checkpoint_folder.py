@@ -1,5 +1,6 @@
 """Judging the checkpoints that a run would resume from."""
 
+import os
 import shutil
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpoint import CheckpointManager
 
+from gt_trainer.checkpoints.checksums import Checksums
 from gt_trainer.model_identity import identity_of, write_identity
 from gt_trainer.preflight.checkpoint_folder import check_checkpoints
 from gt_trainer.step_folders import newest_checkpoint, step_of
@@ -252,5 +254,57 @@ def test_another_number_of_readers_cannot_read_on(run_folder):
             "allowed: a checkpoint of 2 data-parallel rank(s), to read on from there\n"
             "fix: 1 read when it was saved: use as many, or begin the text anew with "
             "--checkpoint.exclude_from_loading dataloader"
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["step-04", "step-\u0664", "step-4\n", "Step-4", "step--4", "step-+4", f"step-{9**40}"]
+)
+def test_a_folder_that_people_read_as_a_step_is_refused(run_folder, name):
+    steps = run_folder / "checkpoint"
+    (steps / "step-5").rename(steps / name)
+    (steps / "step-5-backup").mkdir()
+    assert problems(run_folder) == [
+        (
+            "--checkpoint.folder is 'RUN/checkpoint'\n"
+            "allowed: folders step-N of checkpoints, with N in ASCII digits and no zeros in front\n"
+            f"fix: rename or move away {name!r}"
+        )
+    ]
+
+
+@pytest.mark.parametrize("made_by", ["rename", "copy"])
+def test_a_checkpoint_of_another_step_is_refused(run_folder, made_by):
+    steps = run_folder / "checkpoint"
+    Checksums.of_save(steps / "step-10", {}).write(steps / "step-10")
+    if made_by == "copy":
+        shutil.copytree(steps / "step-10", steps / "step-12")
+    else:
+        (steps / "step-10").rename(steps / "step-12")
+    assert problems(run_folder) == [
+        (
+            "--checkpoint.folder is 'RUN/checkpoint/step-12'\n"
+            "allowed: an intact checkpoint\n"
+            "fix: it was saved at step 10, and its folder is named step-12; rename it to step-10, "
+            "or else: delete this folder to resume from an older one, or choose another "
+            "--dump_folder"
+        )
+    ]
+
+
+def test_a_pipe_in_place_of_the_checksums_is_refused_at_once(run_folder):
+    os.mkfifo(run_folder / "checkpoint" / "step-10" / "checksums.json")
+    (problem,) = problems(run_folder)
+    assert "fix: checksums.json cannot be read (OSError): delete this folder" in problem
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "checkpoint").touch()
+    assert problems(tmp_path) == [
+        (
+            "--checkpoint.folder is 'RUN/checkpoint'\n"
+            "allowed: a folder, or a path where nothing is yet\n"
+            "fix: move the file away, or choose another --checkpoint.folder"
         )
     ]

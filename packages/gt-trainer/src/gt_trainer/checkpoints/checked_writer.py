@@ -111,7 +111,7 @@ class _HashedFiles(FileSystem):
         """Publish: PyTorch's writer renames nothing but the metadata, when all else is written."""
         old, new = Path(path), Path(new_path)
         self.sha256[new.name] = self.sha256.pop(old.name)
-        Checksums(sha256=self.sha256).write(new.parent)
+        Checksums.of_save(new.parent, self.sha256).write(new.parent)
         super().rename(old, new)
         make_names_durable(new.parent)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,14 @@ from torchtitan.tools.logging import logger
 
 from gt_trainer.checkpoints.checksums import CHECKSUMS, ChecksumsUnreadableError, read_checksums
 from gt_trainer.launcher import RunStoppedError
-from gt_trainer.step_folders import METADATA, has_metadata, is_complete, step_folders, step_of
+from gt_trainer.step_folders import (
+    METADATA,
+    has_metadata,
+    is_complete,
+    is_named_by_step,
+    step_folders,
+    step_of,
+)
 
 _MAX_TOLD = 3
 
@@ -46,6 +52,19 @@ def check_on_all_ranks(folder: Path, *, is_own: bool) -> None:
     )
 
 
+def check_step(folder: Path, step: int) -> None:
+    """Compare the step that a run has loaded with the name of the checkpoint's folder.
+
+    Raises:
+        DamagedCheckpointError: They differ.
+    """
+    if step_of(folder) != step:
+        raise DamagedCheckpointError(
+            f"the checkpoint {folder} holds step {step}: name its folder step-{step}, or choose "
+            "another --dump_folder"
+        )
+
+
 def damages_of(folder: Path, *, rank: int = 0, num_ranks: int = 1) -> list[str]:
     """Return, in words, what of a checkpoint is not what was saved.
 
@@ -78,7 +97,7 @@ def _damages_by_all_ranks(folder: Path) -> list[str]:
 
 def _others(folder: Path) -> list[Path]:
     """The other checkpoints beside one that a run can go on from, the newest first."""
-    if not re.fullmatch(r"step-\d+", folder.name):
+    if not is_named_by_step(folder):
         return []
     beside = [path for path in step_folders(folder.parent) if path.name != folder.name]
     return [path for path in reversed(beside) if has_metadata(path)]

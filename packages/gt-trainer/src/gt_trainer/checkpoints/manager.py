@@ -23,7 +23,7 @@ from torchtitan.tools.utils import GarbageCollection
 
 from gt_trainer.checkpoints.checked_writer import CheckedWriter, clear_older_save
 from gt_trainer.checkpoints.checksums import Checksums, sha256_of
-from gt_trainer.checkpoints.damages import check_on_all_ranks
+from gt_trainer.checkpoints.damages import check_on_all_ranks, check_step
 from gt_trainer.checkpoints.hugging_face_folder import complete_folder
 from gt_trainer.checkpoints.plain_reader import PlainLoadPlanner, PlainReader
 from gt_trainer.step_folders import (
@@ -117,7 +117,8 @@ class CheckedCheckpointManager(CheckpointManager):
             from_quantized: whether that is quantized.
 
         Raises:
-            DamagedCheckpointError: It is not, on every rank.
+            DamagedCheckpointError: It is not, or its folder is named after another step, on every
+                rank.
             pickle.UnpicklingError: It names what is no plain data.
         """
         if filesystem.is_remote(checkpoint_id):
@@ -131,6 +132,9 @@ class CheckedCheckpointManager(CheckpointManager):
         load(state_dict, storage_reader=PlainReader(checkpoint_id), planner=PlainLoadPlanner())
         if "model" in self.states:
             self.states["model"].load_state_dict(state_dict)
+        state = self.states.get("train_state")
+        if state is not None and folder.parent == Path(self.folder) and "train_state" in state_dict:
+            check_step(folder, state.step)
 
     def _find_load_step(self, folder: str = "") -> int:
         """The newest complete step, by folders named step-N alone; -1 if there is none."""
@@ -193,5 +197,5 @@ def _finish_hugging_face(folder: Path, adapter: object) -> None:
     if rank == 0:
         shutil.rmtree(folder / SHARDED, ignore_errors=True)
         of_all = {name: sha256 for of_rank in digests for name, sha256 in (of_rank or {}).items()}
-        Checksums(sha256=of_all).write(folder)
+        Checksums.of_save(folder, of_all).write(folder)
     dist.barrier()

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
+
+from gt_trainer.checkpoints.checksums import is_file_name
 
 _DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
@@ -50,7 +52,8 @@ class PlainReader(FileSystemReader):
         """Read what a checkpoint holds.
 
         Raises:
-            NotPlainDataError: The metadata name something else than metadata.
+            NotPlainDataError: The metadata name something else than metadata, or a file that is
+                none of the checkpoint's, which no checksum covers.
             Exception: Whatever damaged bytes make a reader of pickles raise.
         """
         path = self._get_metadata_path(kwargs.get("rank"))
@@ -60,6 +63,10 @@ class PlainReader(FileSystemReader):
             raise NotPlainDataError(f"it is a {type(metadata).__name__}, and no metadata")
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
+        for item in (metadata.storage_data or {}).values():
+            name = item.relative_path
+            if not is_file_name(name) or not name.endswith(DEFAULT_SUFFIX):
+                raise NotPlainDataError(f"it names the file {name!r:.200}, which no save writes")
         metadata.storage_meta.load_id = self.load_id
         return metadata
 

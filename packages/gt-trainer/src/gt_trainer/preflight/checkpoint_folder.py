@@ -21,6 +21,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import filesystem
 
 from gt_config import Violation
+from gt_trainer.checkpoints.checksums import ChecksumsUnreadableError, read_checksums
 from gt_trainer.checkpoints.plain_reader import NotPlainDataError, PlainReader
 from gt_trainer.model_identity import (
     explain_difference,
@@ -28,7 +29,14 @@ from gt_trainer.model_identity import (
     identity_of,
     read_identity,
 )
-from gt_trainer.step_folders import METADATA, has_metadata, is_complete, step_folders, step_of
+from gt_trainer.step_folders import (
+    METADATA,
+    has_metadata,
+    is_complete,
+    misnamed_step_folders,
+    step_folders,
+    step_of,
+)
 
 _READER = "dataloader.dp_rank_"
 _STATES_OF_A_RUN = ("train_state", "optimizer")
@@ -69,6 +77,22 @@ def check_checkpoints(
     if filesystem.is_remote(str(dump_folder)) or filesystem.is_remote(checkpoint.folder):
         return
     folder = dump_folder / checkpoint.folder
+    if folder.exists() and not folder.is_dir():
+        yield Violation(
+            flag="--checkpoint.folder",
+            value=str(folder),
+            allowed="a folder, or a path where nothing is yet",
+            fix="move the file away, or choose another --checkpoint.folder",
+        )
+        return
+    if misnamed := misnamed_step_folders(folder):
+        yield Violation(
+            flag="--checkpoint.folder",
+            value=str(folder),
+            allowed="folders step-N of checkpoints, with N in ASCII digits and no zeros in front",
+            fix=f"rename or move away {', '.join(repr(path.name) for path in misnamed)}",
+        )
+        return
     steps = step_folders(folder)
     complete = [path for path in steps if is_complete(path)]
     incomplete = ", ".join(path.name for path in steps if not is_complete(path))
@@ -160,9 +184,12 @@ def _check_resumed(
     another = "choose another --dump_folder"
     damage: str | None = None
     try:
+        checksums = read_checksums(path)
+        if checksums is not None and (problem := checksums.step_problem(path)) is not None:
+            raise _UnusableError(f"{problem}; rename it to step-{checksums.step}, or else")
         metadata = _intact_metadata(path)
         stored = read_identity(path.parent)
-    except _UnusableError as error:
+    except (_UnusableError, ChecksumsUnreadableError) as error:
         damage = f"{error}: delete this folder to resume from an older one"
     except ValueError as error:
         damage = str(error)
