@@ -2,9 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -129,6 +131,7 @@ def test_one_rank_runs_in_this_process_as_rank_0_of_1(tmp_path, clean_environmen
         torch.distributed.destroy_process_group()
         seen["pid"] = os.getpid()
         seen["variables"] = {name: os.environ[name] for name in RENDEZVOUS_VARIABLES}
+        assert int(seen["variables"].pop("MASTER_PORT")) > 0
 
     assert launch(run, num_ranks=1, log_folder=tmp_path / "logs") == 0
     assert seen == {
@@ -140,7 +143,6 @@ def test_one_rank_runs_in_this_process_as_rank_0_of_1(tmp_path, clean_environmen
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",
         },
     }
     assert not (tmp_path / "logs").exists()
@@ -412,3 +414,76 @@ def test_threads_are_named_main_first():
         thread.join()
     assert names[0] == "MainThread"
     assert "second" in names
+
+
+LISTENING = """
+    def listening():
+        own = {os.readlink(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")
+               if os.path.exists(f"/proc/self/fd/{each}")}
+        lines = [line.split() for name in ("tcp", "tcp6")
+                 for line in open(f"/proc/self/net/{name}").read().splitlines()[1:]]
+        return {c[1].split(":")[0] for c in lines if c[3] == "0A" and f"socket:[{c[9]}]" in own}
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    "source",
+    ["gt-train", *(pytest.param(each, marks=pytest.mark.slow) for each in ("torchrun", "Slurm"))],
+)
+def test_a_job_of_one_host_listens_on_loopback_alone(source: str, tmp_path: Path) -> None:
+    program = f"""
+    import os, sys
+    from pathlib import Path
+    import torch
+    import torch.distributed as dist
+    from gt_trainer.launcher import find_rendezvous, launch
+    {LISTENING}
+    def run():
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        print(sorted(listening()))
+        dist.destroy_process_group()
+
+    sys.exit(launch(run, num_ranks=1, log_folder=Path(sys.argv[1]),
+                    rendezvous=find_rendezvous(os.environ)))
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    environment = {
+        "gt-train": {},
+        "torchrun": {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port,
+        },
+        "Slurm": {
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+            "SLURM_NODEID": "0",
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_JOB_ID": "1",
+            "SLURM_STEP_NODELIST": "gpu1",
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+        },
+    }[source]
+    ranks = [environment]
+    if source == "Slurm":
+        ranks = [{**environment, "MASTER_PORT": port}]
+        ranks.append({**ranks[0], "SLURM_PROCID": "1", "SLURM_LOCALID": "1"})
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)],
+            env={**os.environ, **each},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for each in ranks
+    ]
+    for each in running:
+        assert each.communicate(timeout=100)[0] == "['0100007F']\n"
+        assert each.returncode == 0

@@ -200,7 +200,7 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
     status = launch(
         partial(run.train, config, by_hand=by_hand, hardware=hardware),
         num_ranks=num_ranks,
-        log_folder=Path(config.dump_folder) / "logs",
+        log_folder=_log_folder(config),
         rendezvous=rendezvous,
         shown_ranks=command.shown_ranks | {_rank_with_loss(config, num_ranks)},
         num_threads=num_threads,
@@ -365,7 +365,7 @@ def _dry_run(
             )
             _print(f"{found}\n")
 
-    return launch(report, num_ranks=1, log_folder=Path(config.dump_folder) / "logs")
+    return launch(report, num_ranks=1, log_folder=_log_folder(config), communicates=False)
 
 
 def _plan(config: GraphTrainer.Config, command: CommandLine) -> int:
@@ -379,7 +379,7 @@ def _plan(config: GraphTrainer.Config, command: CommandLine) -> int:
         except UsageError as error:  # a run that fails is another thing
             refusals.append(error)
 
-    status = launch(report, num_ranks=1, log_folder=Path(config.dump_folder) / "logs")
+    status = launch(report, num_ranks=1, log_folder=_log_folder(config), communicates=False)
     if refusals:
         raise refusals[0]
     return status
@@ -405,7 +405,11 @@ def _precompile(
     def report() -> None:
         _print(f"{precompile(config, world_size, hardware=hardware)}\n")
 
-    return launch(report, num_ranks=1, log_folder=Path(config.dump_folder) / "logs")
+    return launch(report, num_ranks=1, log_folder=_log_folder(config), communicates=False)
+
+
+def _log_folder(config: GraphTrainer.Config) -> Path:
+    return Path(config.dump_folder) / "logs"
 
 
 def _planning_hardware(command: CommandLine, config: GraphTrainer.Config) -> Hardware | None:

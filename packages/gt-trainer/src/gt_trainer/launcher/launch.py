@@ -1,8 +1,9 @@
 """``launch``: the one function that the command line calls to run a training function.
 
 The rendezvous of forked ranks cannot race for a port: the supervisor binds and listens before the
-forks, and serves torch's key-value store on that very socket after them. The ranks are told, by the
-variable that torchrun's agent uses for the same purpose, that the store is served for them.
+forks, and serves torch's key-value store on that very socket after them. The variable of torchrun's
+agent makes the ranks use a store that is served for them. A store that torch serves itself listens
+on all interfaces, and anybody may write to it. So a job on one host has its store on loopback.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from gt_trainer.launcher.rendezvous import Rendezvous
+from gt_trainer.launcher.rendezvous import LOOPBACK, Rendezvous
 from gt_trainer.launcher.stop import RunStoppedError
 from gt_trainer.launcher.supervise import Outcome, RankPlan, run_ranks
 
-_LOOPBACK = "127.0.0.1"
+_LOOPBACK_NAMES = (LOOPBACK, "localhost")
+_IS_STORE_SERVED = "TORCHELASTIC_USE_AGENT_STORE"
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -46,6 +48,7 @@ def launch(
     shown_ranks: Collection[int] = (0,),
     num_threads: int | None = None,
     restarts: Restarts | None = None,
+    communicates: bool = True,
 ) -> int:
     """Run ``run`` on every rank that this process is responsible for, and wait.
 
@@ -61,6 +64,7 @@ def launch(
         shown_ranks: Forked ranks whose output goes to the terminal instead of a log.
         num_threads: OpenMP threads of each forked rank; None leaves it to the environment.
         restarts: How often forked ranks start again after one of them died; None for never.
+        communicates: Whether a single rank makes process groups, for which a store is served.
 
     Returns:
         The exit status: 0; 1 if ``run`` failed; 128 + n after signal n.
@@ -80,12 +84,14 @@ def launch(
     if restarts is not None and num_ranks == 1:
         raise ValueError("restarts are of forked ranks, and num_ranks is 1")
     if rendezvous is not None:
-        return _run_here(run, rendezvous)
+        if not rendezvous.is_on_one_host:
+            return _run_here(run, rendezvous)
+        with _loopback_for_gloo(), _store_of(rendezvous):
+            return _run_here(run, rendezvous)
     if num_ranks == 1:
-        # Port 0: the store of a job of one may listen anywhere.
-        alone = _local_rendezvous(0, world_size=1, port=0)
-        with _loopback_for_gloo(), _handling(signal.SIGTERM, _raise_terminated):
-            return _run_here(run, alone)
+        store = _store_of_one() if communicates else contextlib.nullcontext(0)
+        with _loopback_for_gloo(), _handling(signal.SIGTERM, _raise_terminated), store as port:
+            return _run_here(run, _local_rendezvous(0, world_size=1, port=port))
     starts = 0
     while True:
         outcome = _fork_and_wait(
@@ -119,12 +125,12 @@ def _fork_and_wait(
 ) -> Outcome:
     if not shown_ranks.issuperset(range(num_ranks)):
         log_folder.mkdir(parents=True, exist_ok=True)
-    with socket.create_server((_LOOPBACK, 0), backlog=max(128, 2 * num_ranks)) as listener:
+    with socket.create_server((LOOPBACK, 0), backlog=max(128, 2 * num_ranks)) as listener:
         port = listener.getsockname()[1]
 
         def environment(rank: int) -> dict[str, str]:
             rendezvous = _local_rendezvous(rank, world_size=num_ranks, port=port)
-            return {**rendezvous.environment(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            return {**rendezvous.environment(), _IS_STORE_SERVED: "True"}
 
         with _loopback_for_gloo():
             return run_ranks(
@@ -146,10 +152,54 @@ def _local_rendezvous(rank: int, *, world_size: int, port: int) -> Rendezvous:
         world_size=world_size,
         local_rank=rank,
         local_world_size=world_size,
-        master_addr=_LOOPBACK,
+        master_addr=LOOPBACK,
         master_port=port,
         source="gt-train",
     )
+
+
+@contextlib.contextmanager
+def _store_of(rendezvous: Rendezvous) -> Iterator[None]:
+    """Have the first rank of a job on one host serve the store on loopback, where its address is.
+
+    An agent that serves the store already goes on to do so.
+    """
+    is_served = os.environ.get(_IS_STORE_SERVED) == "True"
+    if is_served or rendezvous.master_addr not in _LOOPBACK_NAMES or rendezvous.master_port == 0:
+        yield
+        return
+    with _using_served_store():
+        if rendezvous.rank != 0:
+            yield
+            return
+        with (
+            socket.create_server((LOOPBACK, rendezvous.master_port)) as listener,
+            _serving_store(listener, rendezvous.master_port),
+        ):
+            yield
+
+
+@contextlib.contextmanager
+def _store_of_one() -> Iterator[int]:
+    """Serve the store of a job of one rank on loopback, at the port that is returned."""
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+        with _using_served_store(), _serving_store(listener, port):
+            yield port
+
+
+@contextlib.contextmanager
+def _using_served_store() -> Iterator[None]:
+    """Let torch's ``env://`` connect to a store, on every rank, and serve none."""
+    previous = os.environ.get(_IS_STORE_SERVED)
+    os.environ[_IS_STORE_SERVED] = "True"
+    try:
+        yield
+    finally:
+        if previous is None:
+            del os.environ[_IS_STORE_SERVED]
+        else:
+            os.environ[_IS_STORE_SERVED] = previous
 
 
 @contextlib.contextmanager
@@ -158,7 +208,7 @@ def _serving_store(listener: socket.socket, port: int) -> Iterator[None]:
     import torch.distributed
 
     store = torch.distributed.TCPStore(  # type: ignore[attr-defined]  # public, re-exported untyped
-        _LOOPBACK,
+        LOOPBACK,
         port,
         is_master=True,
         timeout=timedelta(seconds=60),

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+LOOPBACK = "127.0.0.1"
+
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Slurm gives a job no port, and all its tasks must agree on one without talking to each other.
 _FIRST_SLURM_PORT = 20_000
@@ -39,6 +41,11 @@ class Rendezvous:
     master_port: int
     source: Literal["torchrun", "Slurm", "gt-train"]
     """Who started the processes, for messages."""
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether all processes of the job are on this machine, as far as the launcher says."""
+        return self.local_world_size == self.world_size
 
     def environment(self) -> dict[str, str]:
         """Return the variables that torch's ``env://`` and torchtitan read."""
@@ -133,13 +140,17 @@ def _from_slurm(environment: Mapping[str, str]) -> Rendezvous | None:
             f"{', '.join(missing)}: start it with srun, or set RANK, WORLD_SIZE, LOCAL_RANK, "
             "MASTER_ADDR and MASTER_PORT yourself"
         )
+    num_tasks, num_here = _integer(environment, size_name), _tasks_on_this_node(environment)
+    meeting_host = LOOPBACK
+    if num_here != num_tasks and "MASTER_ADDR" not in environment:
+        meeting_host = first_host(environment[nodes_name])
     return _checked(
         Rendezvous(
             rank=_integer(environment, "SLURM_PROCID"),
-            world_size=_integer(environment, size_name),
+            world_size=num_tasks,
             local_rank=_integer(environment, "SLURM_LOCALID"),
-            local_world_size=_tasks_on_this_node(environment),
-            master_addr=environment.get("MASTER_ADDR") or first_host(environment[nodes_name]),
+            local_world_size=num_here,
+            master_addr=environment.get("MASTER_ADDR") or meeting_host,
             master_port=_slurm_port(environment),
             source="Slurm",
         )
