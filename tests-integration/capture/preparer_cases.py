@@ -1,10 +1,11 @@
-"""A trainer whose captured step prepares its inputs, and one that does so before. Workers import this."""
+"""Trainers whose captures prepare their inputs, and one that does so before. Workers import this."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from training_cases import (
@@ -18,8 +19,22 @@ from training_cases import (
 
 from gt_trace import InputPreparer, TraceInputs
 from gt_trainer.steps.new_training_step import UnpreparedInputsError
+from gt_trainer.trainer import GraphTrainer
 
 CASE = Case(module="llama3", config="llama3_debugmodel")
+CASES: Mapping[str, Case] = {
+    "aot_fx_trace": CASE,
+    "aot_joint": CASE,
+    "reduce_once": replace(CASE, gradient_accumulation_steps=2),
+    "pipeline": replace(
+        CASE,
+        parallelism={
+            "pipeline_parallel_degree": 2,
+            "pipeline_parallel_schedule": "1F1B",
+            "pipeline_parallel_microbatch_size": 1,
+        },
+    ),
+}
 
 
 def shifted(tokens: torch.Tensor) -> torch.Tensor:
@@ -29,24 +44,31 @@ def shifted(tokens: torch.Tensor) -> torch.Tensor:
 class ShiftTokens(InputPreparer):
     """Makes other tokens of a batch, in the graph."""
 
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, ...]] = []
+    seen: ClassVar[list[tuple[int, ...]]] = []
+    """Shapes of the batches that were captured."""
 
     def before_faking(self, inputs: TraceInputs) -> TraceInputs:
-        self.seen.append(tuple(inputs.args[0].shape))
+        if inputs.args[0] is not None:
+            self.seen.append(tuple(inputs.args[0].shape))
         return inputs
 
     def inside_trace(self, inputs: TraceInputs) -> TraceInputs:
         tokens, *others = inputs.args
-        return TraceInputs(args=(shifted(tokens), *others), kwargs=inputs.kwargs)
+        if tokens is not None:
+            tokens = shifted(tokens)
+        return TraceInputs(args=(tokens, *others), kwargs=inputs.kwargs)
 
 
 class PreparingTrainer(RecordingTrainer):
-    """What somebody derives from the trainer."""
+    """A trainer as a user derives it."""
 
-    def input_preparers(self) -> Sequence[InputPreparer]:
-        self.preparer = ShiftTokens()
-        return (self.preparer,)
+    @dataclass(kw_only=True, slots=True)
+    class Config(GraphTrainer.Config):
+        """Has this trainer as its owner."""
+
+    @classmethod
+    def input_preparers(cls, config: GraphTrainer.Config) -> Sequence[InputPreparer]:
+        return (ShiftTokens(),)
 
 
 class ShiftingTrainer(RecordingTrainer):
@@ -62,18 +84,22 @@ def trainer_like(
     mode: str,
     folder: str,
     options: Mapping[str, Any] = MappingProxyType({}),
+    case: Case = CASE,
 ) -> RecordingTrainer:
     use_this_group()
-    return kind(CASE.build(mode, folder, options=options))
+    return kind(case.build(mode, folder, options=options))
 
 
-def compare_with_shifted_batches(folder: str) -> tuple[list[str], list[tuple[int, ...]], bool]:
+def compare_with_shifted_batches(
+    folder: str, name: str, mode: str, options: Mapping[str, Any]
+) -> tuple[list[str], list[tuple[int, ...]], bool]:
     """What differs from eager training on prepared batches, the shapes prepared, and whether
     batches as they are would have another loss."""
-    eager = trainer_like(ShiftingTrainer, "none", f"{folder}/eager")
-    plain = trainer_like(RecordingTrainer, "none", f"{folder}/plain")
-    captured = trainer_like(PreparingTrainer, "aot_fx_trace", f"{folder}/captured")
-    assert isinstance(captured, PreparingTrainer)
+    case = CASES[name]
+    ShiftTokens.seen.clear()
+    eager = trainer_like(ShiftingTrainer, "none", f"{folder}/eager", {}, case)
+    plain = trainer_like(RecordingTrainer, "none", f"{folder}/plain", {}, case)
+    captured = trainer_like(PreparingTrainer, mode, f"{folder}/captured", options, case)
     for trainer in (eager, plain, captured):
         trainer.take_step()
         trainer.take_step()
@@ -84,11 +110,26 @@ def compare_with_shifted_batches(folder: str) -> tuple[list[str], list[tuple[int
     ]
     matters = not same(plain.passes[0].loss, captured.passes[0].loss)
     close(eager, plain, captured)
-    return differences, captured.preparer.seen, matters
+    return differences, list(ShiftTokens.seen), matters
+
+
+def losses_with_stored_graphs(folder: str, mode: str) -> tuple[list[float], list[int]]:
+    """Losses of a preparing, a plain and again a preparing trainer over one folder of graphs, and
+    how many captures each made."""
+    losses: list[float] = []
+    captures: list[int] = []
+    for number, kind in enumerate((PreparingTrainer, RecordingTrainer, PreparingTrainer)):
+        options = {"artifacts": f"{folder}/graphs"}
+        trainer = trainer_like(kind, mode, f"{folder}/{number}", options)
+        trainer.take_step()
+        losses.append(float(trainer.passes[0].loss))
+        captures.append(sum(not each.is_loaded for each in trainer.training_step.reports))
+        close(trainer)
+    return losses, captures
 
 
 def refusal(mode: str, folder: str, options: Mapping[str, Any]) -> str:
-    """What a trainer with preparers says to options that would leave them out."""
+    """What a trainer with preparers says to options that capture nothing."""
     try:
         close(trainer_like(PreparingTrainer, mode, folder, options))
     except UnpreparedInputsError as error:

@@ -185,14 +185,19 @@ class GraphTrainer(Trainer):
             )
         return inputs, labels, extra_kwargs
 
-    def input_preparers(self) -> Sequence[InputPreparer]:
-        """Hooks of a trainer of one's own on the inputs of captured steps; none here.
+    @classmethod
+    def input_preparers(cls, config: GraphTrainer.Config) -> Sequence[InputPreparer]:
+        """Return hooks on the inputs of captures; a derived trainer overrides it.
 
-        Arguments are those of the step: token ids (B, L), labels (B, L), the number of tokens of
-        all ranks, and a dictionary of what else the model takes, such as positions and masks. They
-        run at each capture, in ``--compile.mode aot_fx_trace`` without a pipeline; options that
-        would leave them out are refused when the step is made. ``--dry-run`` and ``precompile``
-        capture without them.
+        A preparer gets the step's arguments: token ids (B, L), labels (B, L), the number of tokens
+        of all ranks, and a dictionary of what else the model takes, such as positions and masks.
+        Arguments that a capture does not take are None: labels and their number in
+        ``--compile.mode aot_joint``, and, in a pipeline, tokens behind the first stage and labels
+        before the last. Preparers run at each capture; those of pipeline stages twice.
+
+        ``--dry-run`` and ``precompile`` ask the trainer whose ``Config`` the configuration is. A
+        stored graph is used under equal preparers only: of equal class, source and attributes.
+        ``--compile.mode none`` captures nothing, and refuses preparers.
         """
         return ()
 
@@ -445,6 +450,7 @@ class GraphTrainer(Trainer):
         )
 
     def _step_parts(self, config: Config) -> StepParts:
+        preparers = self.input_preparers(config)
         return StepParts(
             options=config.compile,
             model_parts=self.model_parts,
@@ -464,6 +470,7 @@ class GraphTrainer(Trainer):
                 training=config.training,
                 debug=config.debug,
                 machine=Machine.here(self.device),
+                input_preparers=preparers,
             ),
             device=self.device,
             reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
@@ -473,5 +480,13 @@ class GraphTrainer(Trainer):
                 Path(config.dump_folder) / CAPTURES_FILE,
                 in_detail=config.compile.debug_graph_passes,
             ),
-            input_preparers=self.input_preparers(),
+            input_preparers=preparers,
         )
+
+
+def input_preparers_of(config: GraphTrainer.Config) -> Sequence[InputPreparer]:
+    """Return the input preparers of the trainer that a configuration builds."""
+    trainer = type(config)._owner
+    assert trainer is not None
+    assert issubclass(trainer, GraphTrainer)
+    return trainer.input_preparers(config)

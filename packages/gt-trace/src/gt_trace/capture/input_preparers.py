@@ -1,8 +1,8 @@
 """Hooks that change the inputs of a trace, without the tracer knowing why.
 
-For callers of ``trace_step``, and of gt-pipeline's stages, which hand them on: to mark a dimension
-dynamic before inputs are faked, or to change inputs as a part of the graph. No package of this
-project brings one of its own.
+For callers of ``trace_step``, ``export_joint_graph`` and gt-pipeline's ``capture_stage``: to mark a
+dimension dynamic before inputs are faked, or to change inputs as a part of the graph. No package of
+this project brings one of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceInputs:
-    """The arguments of the traced function, as given: trees of tensors and plain values."""
+    """The arguments of the traced function, as given: trees of tensors and plain values.
+
+    A joint graph is traced of its module. A pipeline stage is traced of a function of (activations,
+    args, kwargs, target, gradients of outputs); it is traced twice.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]

@@ -42,7 +42,7 @@ from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.given_tensors import GivenTensors
 from gt_trace.capture.graph_inputs import GraphInput, InputKind, name_placeholders, with_uses
 from gt_trace.capture.inherit import inherit_annotations
-from gt_trace.capture.input_preparers import TraceInputs
+from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
 from gt_trace.capture.live_state import LiveState
 from gt_trace.capture.module_state import collect_state
 from gt_trace.capture.purity import refuse_constants, refuse_data_dependence, refuse_side_effects
@@ -69,6 +69,7 @@ def export_joint_graph(
     *,
     gradient_placements: Mapping[str, Sequence[Placement]] | None = None,
     meta_device: torch.device | str = "meta",
+    input_preparers: Sequence[InputPreparer] = (),
 ) -> JointGraph:
     """Capture forward and backward of ``module``, called with ``args`` and ``kwargs``.
 
@@ -87,6 +88,7 @@ def export_joint_graph(
             named are expected as the outputs are placed, and replicated where these are partial.
             What arrives otherwise is redistributed, which costs a collective.
         meta_device: what tensors on the meta device stand for, as in ``trace_step``.
+        input_preparers: hooks on the inputs, see ``InputPreparer``.
 
     Returns:
         The joint graph.
@@ -99,7 +101,9 @@ def export_joint_graph(
     device, placements = torch.device(meta_device), dict(gradient_placements or {})
 
     def settled() -> JointGraph:
-        return with_settled_hooks(module, lambda: _joint_graph(module, inputs, device, placements))
+        return with_settled_hooks(
+            module, lambda: _joint_graph(module, inputs, device, placements, input_preparers)
+        )
 
     return with_untouched_generators(module.forward, module, settled)
 
@@ -109,13 +113,16 @@ def _joint_graph(
     inputs: TraceInputs,
     meta_device: torch.device,
     gradient_placements: dict[str, Sequence[Placement]],
+    preparers: Sequence[InputPreparer],
 ) -> JointGraph:
     mode = CapturedMode.now(module)
+    for preparer in preparers:
+        inputs = preparer.before_faking(inputs)
     flat = FlatInputs.of(module.forward, collect_state(module), inputs)
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes = flat.fake(fake_mode, meta_device)
     state, fake_arguments = flat.rebuild(fakes)
-    shell = _Shell(module, flat, state, gradient_placements, mode)
+    shell = _Shell(module, flat, state, gradient_placements, mode, preparers)
     exported = _export(shell, module, fake_arguments, fake_mode)
     graph_module = exported.graph_module
     _mark_backward(graph_module)
@@ -212,12 +219,14 @@ class _Shell(nn.Module):
         state: Sequence[torch.Tensor],
         gradient_placements: Mapping[str, Sequence[Placement]],
         mode: CapturedMode,
+        preparers: Sequence[InputPreparer],
     ) -> None:
         super().__init__()
         self._mode = mode
         # In a list, so that its own parameters are not registered a second time.
         self._inner = [module]
         self._gradient_placements = gradient_placements
+        self._preparers = tuple(preparers)
         self.flat = flat
         self.outputs: list[OutputSignature] = []
         self.output_spec: pytree.TreeSpec | None = None
@@ -248,7 +257,10 @@ class _Shell(nn.Module):
                 repeated_casts() as casts,
                 LiveState(slots, state, names=given.names) as live,
             ):
-                result = self._inner[0](*args, **kwargs)
+                inputs = TraceInputs(args=args, kwargs=kwargs)
+                for preparer in self._preparers:
+                    inputs = preparer.inside_trace(inputs)
+                result = self._inner[0](*inputs.args, **inputs.kwargs)
             watch.look()
             self._refuse_recast_state(casts)
             live.refuse_live_leaves(pytree.tree_leaves(result))

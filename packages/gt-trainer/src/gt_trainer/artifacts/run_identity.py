@@ -33,7 +33,7 @@ from torchtitan.distributed import ParallelDims
 
 from gt_config import CompileConfig, Fingerprint, Topology, fingerprint
 from gt_passes import GraphPass
-from gt_trace import register_block_masks
+from gt_trace import InputPreparer, register_block_masks
 from gt_trace.capture.captured_mode import CapturedMode, hooks_of
 from gt_trainer._torch_internals import torch_settings
 from gt_trainer.artifacts.module_attributes import attribute_texts
@@ -154,6 +154,8 @@ class RunSettings:
     training: TrainingConfig
     debug: DebugConfig
     machine: Machine
+    input_preparers: Sequence[InputPreparer] = ()
+    """Hooks on the inputs of captures."""
 
 
 def topology_of_run(
@@ -249,7 +251,16 @@ def step_identity(
                 settings.compile, model, str if stage is None else stage.text_without
             ),
             "stage": None if stage is None else _stage(stage, settings.model, plain_passes),
-            "definitions": definitions(model, loss_fn, passes),
+            "definitions": definitions(model, loss_fn, (*passes, *settings.input_preparers)),
+            "input_preparers": [
+                {
+                    "class": _class_name(each),
+                    "attributes": plain_data(
+                        each, path=f"input_preparers[{index}]", takes_any_object=True
+                    ),
+                }
+                for index, each in enumerate(settings.input_preparers)
+            ],
         },
     )
 
@@ -377,14 +388,14 @@ def _pytorch_settings() -> dict[str, object]:
 
 
 def definitions(
-    model: nn.Module, loss_fn: object, passes: Sequence[GraphPass] = ()
+    model: nn.Module, loss_fn: object, others: Sequence[GraphPass | InputPreparer] = ()
 ) -> Mapping[str, str]:
-    """Digests of the sources that define the model, its hooks, the loss and the passes.
+    """Digests of the sources that define the model, its hooks, the loss, passes and preparers.
 
     Of classes with their bases, by the names of their modules. They are read once in a process:
     ask for them before anybody has time to edit what was imported.
     """
-    objects: list[object] = [*model.modules(), loss_fn, *passes]
+    objects: list[object] = [*model.modules(), loss_fn, *others]
     modules = {base.__module__ for each in objects for base in type(each).__mro__}
     functions = [*(hook for each in model.modules() for hook in hooks_of(each)), loss_fn]
     modules |= {str(each.__module__) for each in functions if hasattr(each, "__module__")}

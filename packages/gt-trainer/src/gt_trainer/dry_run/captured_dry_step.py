@@ -25,7 +25,7 @@ from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_microbatches import AccumulationReport, capture_accumulation
 from gt_trainer.steps.captured_step import CaptureReport, capture_training_step
 from gt_trainer.steps.recipe import recipe_of
-from gt_trainer.trainer import GraphTrainer
+from gt_trainer.trainer import GraphTrainer, input_preparers_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +127,7 @@ def _capture(
         ep_overlap=options.ep_overlap,
         capture_layers=options.capture_layers,
         meta_device=step.meta_device,
+        input_preparers=input_preparers_of(config),
     )
 
 

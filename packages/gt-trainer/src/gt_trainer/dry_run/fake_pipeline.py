@@ -31,7 +31,7 @@ from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_stage import StageCaptureReport
 from gt_trainer.steps.pipelined_step import PipelinedStep
 from gt_trainer.steps.training_step import LossFunction
-from gt_trainer.trainer import GraphTrainer
+from gt_trainer.trainer import GraphTrainer, input_preparers_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +215,7 @@ def place_fake_stages(
         dump_folder=config.dump_folder,
         compiler=compiler,
     )
+    step.input_preparers = input_preparers_of(config)
     # A part makes masks as a run's trainer lets it, of placed stages for a part of a batch.
     tokens, labels, token_count, extra = example_inputs(
         config,

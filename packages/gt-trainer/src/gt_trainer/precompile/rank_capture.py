@@ -28,7 +28,7 @@ from gt_trainer.steps.captured_step import capture_training_step
 from gt_trainer.steps.recipe import passes_of, recipe_of
 from gt_trainer.steps.second_groups import create_second_groups
 from gt_trainer.steps.stored_step import StoredTrainingStep
-from gt_trainer.trainer import GraphTrainer
+from gt_trainer.trainer import GraphTrainer, input_preparers_of
 
 CapturedT = TypeVar("CapturedT")
 
@@ -95,6 +95,7 @@ def artifacts_of(
             training=config.training,
             debug=config.debug,
             machine=Machine.here(titan_utils.device_type),
+            input_preparers=input_preparers_of(config),
         ),
         parallel_dims=parallel_dims,
         second_groups=create_second_groups(config.compile, parallel_dims, parts),
@@ -166,6 +167,7 @@ def _capture_joint(config: GraphTrainer.Config, step: FakeStep) -> RankCapture:
             clock=clock,
             until_code=True,
             meta_device=step.meta_device,
+            input_preparers=input_preparers_of(config),
         ),
         model=step.model,
         axes=artifacts.axes(step.model),
@@ -205,6 +207,7 @@ def _trace_options(config: GraphTrainer.Config, step: FakeStep) -> dict[str, Any
         "ep_overlap": options.ep_overlap,
         "capture_layers": options.capture_layers,
         "meta_device": step.meta_device,
+        "input_preparers": input_preparers_of(config),
     }
 
 

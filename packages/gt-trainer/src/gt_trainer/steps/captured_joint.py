@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from gt_passes import (
     pass_report_as_data,
     pass_report_from_data,
 )
+from gt_trace import InputPreparer
 from gt_trace.artifacts.container import Container
 from gt_trace.artifacts.joint_document import decode_joint, encode_joint
 from gt_trace.artifacts.mesh_axes import MeshAxes
@@ -29,6 +30,7 @@ from gt_trainer.artifacts.storable_graph import STEP_SECTION, StoredGraph
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import Recipe
+from gt_trainer.steps.prepared_inputs import for_model_calls
 from gt_trainer.steps.training_step import num_operators
 
 _PASSES = "passes"
@@ -83,6 +85,7 @@ def capture_joint(
     clock: StartupClock,
     until_code: bool = False,
     meta_device: torch.device | str = "meta",
+    input_preparers: Sequence[InputPreparer] = (),
 ) -> JointCaptureReport:
     """Export the joint graph of a call of ``model``, cut it, and run the passes on both parts.
 
@@ -95,9 +98,16 @@ def capture_joint(
         clock: counts capture and passes as parts of the start-up.
         until_code: whether to leave out the passes that generate code, and those behind them.
         meta_device: the device for which a model on meta is captured.
+        input_preparers: hooks on the arguments of ``training_step``.
     """
     with clock.part("capture"), annotate_expert_regions(model):
-        joint = export_joint_graph(model, args, kwargs, meta_device=meta_device)
+        joint = export_joint_graph(
+            model,
+            args,
+            kwargs,
+            meta_device=meta_device,
+            input_preparers=for_model_calls(input_preparers),
+        )
         parts = partition(joint, partitioner=partitioner)
     with clock.part("passes"):
         forward, backward = (recipe(*each) for each in contexts_of(parts))

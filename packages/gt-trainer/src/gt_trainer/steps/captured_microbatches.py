@@ -6,7 +6,7 @@ graphs, on which passes run (``gt_pipeline.graph.cut_accumulation``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from gt_pipeline.graph import (
     decode_accumulation,
     encode_accumulation,
 )
+from gt_trace import InputPreparer
 from gt_trace.artifacts.container import Container
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.capture.bound_inputs import BoundInputs
@@ -107,6 +108,7 @@ def capture_accumulation(
     meta_device: torch.device | str = "meta",
     verify: bool = True,
     until_code: bool = False,
+    input_preparers: Sequence[InputPreparer] = (),
 ) -> AccumulationReport:
     """Capture one microbatch, cut it for all of a step, and run the passes on every graph.
 
@@ -122,6 +124,7 @@ def capture_accumulation(
         meta_device: see ``model``.
         verify: whether to verify the graphs as cut.
         until_code: whether to leave out the passes that generate code, and those behind them.
+        input_preparers: see ``model``.
 
     Raises:
         StageCutError: what is gathered or reduced cannot be shared.
@@ -135,6 +138,7 @@ def capture_accumulation(
             ep_overlap=ep_overlap,
             capture_layers=capture_layers,
             meta_device=meta_device,
+            input_preparers=input_preparers,
         )
     with clock.part("passes"):
         graphs = cut_accumulation(

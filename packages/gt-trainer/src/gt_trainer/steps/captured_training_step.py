@@ -44,7 +44,7 @@ class CapturedTrainingStep:
         ep_overlap: which modules run in chunks, if the strategy is eager; None for none.
         capture_layers: whether every layer is traced, or most are stamped.
         artifacts: where graphs are looked for and stored; None: every rank captures for itself.
-        input_preparers: hooks on the inputs of a capture; none where graphs are stored.
+        input_preparers: hooks on the inputs of a capture.
         on_capture: called after each capture, before the graph first runs.
     """
 

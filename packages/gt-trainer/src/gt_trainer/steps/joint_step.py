@@ -7,7 +7,7 @@ it piece by piece (``decoder/chunked_loss.py``). Both, and ``loss.backward()``, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from gt_passes import (
     release_cuda_graphs,
 )
 from gt_passes.verifier.collective_exchange import exchange_collective_digest
+from gt_trace import InputPreparer
 from gt_trace.joint.bound_joint import BoundJoint
 from gt_trainer.artifacts.run_artifacts import RunArtifacts
 from gt_trainer.startup import StartupClock
@@ -53,6 +54,7 @@ class JointForward:
         clock: counts capture and passes as parts of the start-up.
         on_capture: called after each capture, before the graphs first run.
         artifacts: where graphs are looked for and stored; None: every rank captures for itself.
+        input_preparers: hooks on the inputs of a capture.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class JointForward:
         clock: StartupClock,
         on_capture: Callable[[JointCaptureReport], None],
         artifacts: RunArtifacts | None = None,
+        input_preparers: Sequence[InputPreparer] = (),
     ) -> None:
+        self._input_preparers = input_preparers
         self._model = model
         self._partitioner = partitioner
         self._recipe = recipe
@@ -91,6 +95,7 @@ class JointForward:
             kwargs,
             partitioner=self._partitioner,
             clock=self._clock,
+            input_preparers=self._input_preparers,
         )
         if self._artifacts is None:
             report = capturing(recipe=self._recipe)

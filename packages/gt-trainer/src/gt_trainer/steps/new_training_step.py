@@ -65,18 +65,24 @@ class StepParts:
 
 
 class UnpreparedInputsError(RunStoppedError):
-    """A trainer has input preparers, and its options run no step that would have them."""
+    """A trainer has input preparers, and its options capture nothing."""
 
 
 def new_training_step(parts: StepParts) -> TrainingStep:
     """The step that ``parts.options`` ask for; nothing is captured before its first run.
 
     Raises:
-        UnpreparedInputsError: there are input preparers, which these options would leave out.
+        UnpreparedInputsError: there are input preparers, and nothing is captured.
     """
     options = parts.options
-    _check_preparers(parts)
+    is_eager = options.mode == "none" and not isinstance(parts.schedule, PipelinedStep)
+    if parts.input_preparers and is_eager:
+        raise UnpreparedInputsError(
+            "input preparers change the inputs of captured steps, and --compile.mode none captures "
+            "nothing: return none from input_preparers() then, or choose another mode"
+        )
     if isinstance(parts.schedule, PipelinedStep):
+        parts.schedule.input_preparers = parts.input_preparers
         parts.schedule.attach(
             run=parts.run_eagerly,
             clock=parts.clock,
@@ -97,6 +103,7 @@ def new_training_step(parts: StepParts) -> TrainingStep:
             clock=parts.clock,
             on_capture=parts.on_capture,
             artifacts=_artifacts(parts, second_groups),
+            input_preparers=parts.input_preparers,
         )
         return JointStep(forward, parts.loss_fn, preparation=parts.preparation)
     if options.accumulation == "reduce_once":
@@ -112,6 +119,7 @@ def new_training_step(parts: StepParts) -> TrainingStep:
             capture_layers=options.capture_layers,
             verify=options.verify_passes,
             artifacts=_artifacts(parts, second_groups),
+            input_preparers=parts.input_preparers,
         )
     return CapturedTrainingStep(
         model,
@@ -126,24 +134,6 @@ def new_training_step(parts: StepParts) -> TrainingStep:
         artifacts=_artifacts(parts, second_groups),
         input_preparers=parts.input_preparers,
     )
-
-
-def _check_preparers(parts: StepParts) -> None:
-    options = parts.options
-    wrong = {
-        "a pipeline": parts.schedule is not None,
-        f"--compile.mode {options.mode}": options.mode != "aot_fx_trace",
-        "--compile.accumulation reduce_once": options.accumulation == "reduce_once",
-        "--compile.artifacts, which does not say who prepared the inputs of a stored graph": (
-            options.artifacts is not None
-        ),
-    }
-    if parts.input_preparers and any(wrong.values()):
-        with_what = ", ".join(name for name, is_so in wrong.items() if is_so)
-        raise UnpreparedInputsError(
-            "input preparers are for whole steps captured in this run, and not with "
-            f"{with_what}: return none from input_preparers() then, or change that"
-        )
 
 
 def _second_groups(parts: StepParts) -> dict[str, dist.ProcessGroup]:

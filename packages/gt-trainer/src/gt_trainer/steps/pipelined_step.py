@@ -22,6 +22,7 @@ from gt_pipeline.graph import GraphPipelineStage, StageLoss, capture_stage, rewr
 from gt_pipeline.runner import ActivationSignature, GraphPPRunner, MicrobatchInputs
 from gt_pipeline.schedules import Schedule
 from gt_pipeline.split import SharedGroup
+from gt_trace import InputPreparer
 from gt_trainer._torch_internals import process_group_named
 from gt_trainer.artifacts.run_artifacts import RunArtifacts
 from gt_trainer.artifacts.stage_names import StageNames
@@ -35,6 +36,7 @@ from gt_trainer.steps.captured_stage import (
     StoredStage,
 )
 from gt_trainer.steps.layer_tracer import CaptureLayersReport, layer_tracer
+from gt_trainer.steps.prepared_inputs import for_stages
 from gt_trainer.steps.stage_recipe import StagePasses
 from gt_trainer.steps.training_step import ForwardBackward, LossFunction
 
@@ -100,6 +102,9 @@ class PipelinedStep:
         self._clock = StartupClock()
         self._on_capture: Callable[[StageCaptureReport], None] = lambda report: None
         self._artifacts: RunArtifacts | None = None
+        self.input_preparers: Sequence[InputPreparer] = ()
+        """Hooks on the inputs of captures, set before the first one."""
+
         self.run: ForwardBackward = _unattached
         self.reports: tuple[StageCaptureReport, ...] = ()
         self.stages: dict[int, GraphPipelineStage] = {}
@@ -264,6 +269,7 @@ class PipelinedStep:
             "loss_fn": _stage_loss(self._loss_fn) if stage_index == num_stages - 1 else None,
             "device": self._device,
             "verify": self._verify,
+            "input_preparers": for_stages(self.input_preparers),
         }
 
     def _trace(

@@ -22,6 +22,7 @@ from gt_pipeline.graph import (
     AccumulatedResult,
     AccumulatedStep,
 )
+from gt_trace import InputPreparer
 from gt_trainer.artifacts.run_artifacts import RunArtifacts
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_microbatches import (
@@ -74,7 +75,9 @@ class ReduceOnceStep:
         capture_layers: CaptureLayers = "auto",
         verify: bool = True,
         artifacts: RunArtifacts | None = None,
+        input_preparers: Sequence[InputPreparer] = (),
     ) -> None:
+        self._input_preparers = input_preparers
         self._model = model
         self._loss_fn = loss_fn
         self._preparation = preparation
@@ -137,6 +140,7 @@ class ReduceOnceStep:
             ep_overlap=self._ep_overlap,
             capture_layers=self._capture_layers,
             verify=self._verify,
+            input_preparers=self._input_preparers,
         )
         if self._artifacts is None:
             report = capturing(recipe=self._recipe)
