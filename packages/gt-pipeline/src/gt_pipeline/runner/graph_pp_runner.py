@@ -33,6 +33,7 @@ from gt_pipeline.errors import (
 from gt_pipeline.runner.connections import Connections
 from gt_pipeline.runner.failure import FailureReport
 from gt_pipeline.runner.microbatches import MicrobatchDims, split_microbatches
+from gt_pipeline.runner.posted_order import circles
 from gt_pipeline.runner.setup_checks import (
     agree_on_setup,
     facts_of_rank,
@@ -183,6 +184,11 @@ class GraphPPRunner:
                         for each in too_large
                     ),
                     *pair_problems,
+                    *(
+                        f"{mode} steps would deadlock: {each}"
+                        for mode, lists in lowered.items()
+                        for each in circles(lists)
+                    ),
                 ],
             ),
             self._connections.agreement_group,

@@ -4,7 +4,8 @@ There is one group for each direction (towards higher ranks, towards lower ones)
 transfers of a pair of ranks one after the other, in order of launch, and knows no tags: in one
 group, two ranks that both send before they receive would wait for each other. In two groups, one
 side of a pair only sends and the other only receives, in the same order (which the lowering of a
-schedule guarantees). Gloo matches transfers by tag, so there a wrong order cannot mix up tensors.
+schedule guarantees). That ranks cannot wait in a circle is checked for every list that runs
+(``posted_order``). Gloo matches transfers by tag, so there a wrong order cannot mix up tensors.
 
 Buffers are made when a receive is posted, which is ahead of its use, from shapes that are known
 before: no sizes are exchanged. They are not reused. A stage may keep what it was given, and pass
