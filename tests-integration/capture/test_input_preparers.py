@@ -19,8 +19,13 @@ from gt_trace.testing import GlooWorkers
     ("name", "mode", "options"),
     [
         ("aot_fx_trace", "aot_fx_trace", {}),
-        ("aot_joint", "aot_joint", {}),
-        ("reduce_once", "aot_fx_trace", {"accumulation": "reduce_once"}),
+        pytest.param("aot_joint", "aot_joint", {}, marks=pytest.mark.slow),
+        pytest.param(
+            "reduce_once",
+            "aot_fx_trace",
+            {"accumulation": "reduce_once"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_preparers_make_of_a_batch_is_what_the_step_trains_on(
@@ -39,12 +44,15 @@ def test_stages_of_a_pipeline_prepare_their_inputs(two: GlooWorkers, tmp_path: P
         compare_with_shifted_batches, str(tmp_path), "pipeline", "aot_fx_trace", {}
     )
     assert first[0] == last[0] == []
+    assert first[2]
     assert last[2]
     assert first[1] == [(1, CASE.seq_len)] * 2  # traced without a backward, then with one
     assert last[1] == []
 
 
-@pytest.mark.parametrize("mode", ["aot_fx_trace", "aot_joint"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("aot_fx_trace", marks=pytest.mark.slow), "aot_joint"]
+)
 def test_stored_graphs_are_used_under_equal_preparers_only(
     mode: str, one: GlooWorkers, tmp_path: Path
 ) -> None:

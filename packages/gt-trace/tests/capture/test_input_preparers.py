@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gt_trace import CaptureError, InputMismatchError, InputPreparer, TraceInputs, trace_step
+from gt_trace.joint import export_joint_graph, partition
 
 
 class MarkDynamic(InputPreparer):
@@ -21,6 +22,16 @@ class Double(InputPreparer):
 
     def inside_trace(self, inputs: TraceInputs) -> TraceInputs:
         return TraceInputs(args=(inputs.args[0] * 2, *inputs.args[1:]), kwargs=inputs.kwargs)
+
+
+def test_a_joint_graph_has_what_preparers_compute() -> None:
+    module, x = torch.nn.Linear(3, 2), torch.rand(4, 3, requires_grad=True)
+    joint = export_joint_graph(module, (x,), input_preparers=[MarkDynamic(), Double()])
+    bound = partition(joint).bind(module)
+    for inputs in (x, torch.rand(7, 3, requires_grad=True)):
+        mine = torch.autograd.grad(bound(inputs).sin().sum(), [inputs, module.weight])
+        theirs = torch.autograd.grad(module(inputs * 2).sin().sum(), [inputs, module.weight])
+        assert all(map(torch.equal, mine, theirs))
 
 
 def test_dimension_marked_dynamic_takes_other_sizes() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch._functorch.config
 
 from gt_config.graph_neutral import is_graph_neutral
+from gt_trace import InputPreparer
 from gt_trainer._torch_internals import torch_settings
 from gt_trainer.artifacts import run_identity
 from gt_trainer.artifacts.run_identity import (
@@ -29,6 +30,13 @@ from gt_trainer.models import deepseek_v3
 from gt_trainer.trainer import GraphTrainer
 
 Path = tuple[str | int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shift(InputPreparer):
+    """A preparer with a setting."""
+
+    by: int
 
 
 def fields_of(value: Any, part: str, path: Path = ()) -> Iterator[tuple[Path, bool]]:
@@ -100,6 +108,7 @@ def _outcomes() -> dict[str, tuple[bool, bool]]:
             training=config.training,
             debug=config.debug,
             machine=Machine(device="cpu"),
+            input_preparers=(Shift(by=1),),
         )
 
         def digest(of: RunSettings) -> str:
@@ -132,7 +141,7 @@ def test_what_is_declared_to_be_no_part_of_a_graph_changes_no_identity():
 
 def test_each_part_of_a_configuration_is_in_the_settings_or_declared():
     parts = {field.name for field in dataclasses.fields(RunSettings)}
-    of_run = parts - {"machine", "topology", "model"} | {"model_spec"}
+    of_run = parts - {"machine", "topology", "model", "input_preparers"} | {"model_spec"}
     fields = {field.name for field in dataclasses.fields(GraphTrainer.Config)}
     assert fields == of_run | NO_PART_OF_THE_GRAPH["run"]
 
