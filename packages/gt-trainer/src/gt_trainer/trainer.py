@@ -77,8 +77,8 @@ class _StepBatches:
 class GraphTrainer(Trainer):
     """Trains with captured steps (``compile.mode`` aot_fx_trace, aot_joint) or eagerly (none).
 
-    All modes run the same model, placed the same way; losses and gradients agree bit for bit, but
-    for the order in which gloo adds bucketed gradients of three ranks or more.
+    All modes run the same model, placed the same way. Losses and gradients agree bit for bit,
+    except where docs/numerics.md says so.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -264,6 +264,29 @@ def test_one_reduction_of_several_microbatches_is_said_and_refused_with_bitwise(
     )
 
 
+def test_one_reduction_of_a_pipeline_is_said_and_refused_with_bitwise():
+    config = llama3.llama3_debugmodel()
+    parallelism = replace(
+        config.parallelism,
+        pipeline_parallel_degree=2,
+        context_parallel_degree=2,
+        pipeline_parallel_schedule="1F1B",
+    )
+    config = replace(config, parallelism=parallelism)
+    reordered = "reordered (one reduction of all microbatches of a pipeline)"
+    assert describe_run(config, 4).endswith(reordered)
+    config = replace(config, compile=replace(config.compile, bitwise=True))
+    (violation,) = configuration_violations(config, 4)
+    assert str(violation) == (
+        "--parallelism.pipeline_parallel_degree is 2\n"
+        "allowed: 1 with --compile.bitwise: one reduction of all microbatches of a pipeline is "
+        "reordered\n"
+        "fix: leave out one of the two"
+    )
+    alone = replace(parallelism, context_parallel_degree=1)
+    assert list(configuration_violations(replace(config, parallelism=alone), 2)) == []
+
+
 def test_the_line_says_what_runs_and_not_what_was_asked_for():
     with intended_for("cuda"):
         names = ("cuda-graphs", "compile-regions", "recompute-tagged")

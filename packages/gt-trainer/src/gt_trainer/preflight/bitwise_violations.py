@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from gt_config import CompileConfig, Topology, Violation
 from gt_config.numerics import Numerics
 from gt_passes import PassOrderError, RecipeError
-from gt_trainer.preflight.idle_options import RunOptions
+from gt_trainer.preflight.idle_options import PIPELINE, RunOptions
 
 _BITWISE = "--compile.bitwise"
 _EAGER_COMPILES_IT_TOO = "compile-flex-attention"
@@ -69,6 +69,9 @@ def _besides_passes(run: RunOptions) -> Iterator[tuple[str, str]]:
         yield "the sum of gradients over chunks", "--compile.ep_overlap.enabled"
     if "MICROBATCH" in run.graphs:
         yield "one reduction of several microbatches", "--compile.accumulation"
+    topology = run.topology
+    if topology.pp > 1 and topology.world > topology.pp:
+        yield "one reduction of all microbatches of a pipeline", PIPELINE
     if options.autoparallel:
         yield "a placement that a solver chooses", "--compile.autoparallel"
 

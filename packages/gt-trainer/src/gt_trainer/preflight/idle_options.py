@@ -35,7 +35,7 @@ from gt_trainer.steps.recipe import ReshardChoice, graphs_of, passes_of
 
 _COMPILE = "--compile."
 _RESHARD = "--parallelism.fsdp_reshard_after_forward"
-_PIPELINE = "--parallelism.pipeline_parallel_degree"
+PIPELINE = "--parallelism.pipeline_parallel_degree"
 _NAMES = ("passes", "disable_passes")
 
 
@@ -59,7 +59,7 @@ class RunOptions:
 
     def value(self, flag: str) -> object:
         """What the option is set to."""
-        if flag == _PIPELINE:
+        if flag == PIPELINE:
             return self.topology.pp
         if flag == _RESHARD:
             return self.reshard_after_forward
@@ -69,6 +69,8 @@ class RunOptions:
         """What the option is if nobody sets it."""
         if flag == _RESHARD:
             return "default"
+        if flag == PIPELINE:
+            return 1
         return default_option(type(self.options), flag.removeprefix(_COMPILE))
 
     def choices(self, flag: str) -> tuple[object, ...]:
@@ -79,7 +81,7 @@ class RunOptions:
 
     def changed(self, flag: str, value: object) -> RunOptions:
         """The same run with another value of one option."""
-        if flag == _PIPELINE:
+        if flag == PIPELINE:
             assert isinstance(value, int)
             world = self.topology.world // self.topology.pp * value
             return replace(self, topology=replace(self.topology, pp=value, world=world))
@@ -238,7 +240,7 @@ def _causes(run: RunOptions, flag: str, value: object) -> Iterator[tuple[str, li
         if other != flag
     ]
     if run.topology.pp > 1:
-        candidates.insert(0, (_PIPELINE, (1,)))
+        candidates.insert(0, (PIPELINE, (1,)))
     for other, choices in candidates:
         values = [
             choice
