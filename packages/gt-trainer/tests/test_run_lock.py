@@ -58,3 +58,11 @@ def test_a_folder_that_is_not_there_is_free_and_is_made_to_be_held(tmp_path):
     assert use_of(folder) is None
     with locked(folder):
         assert folder.is_dir()
+
+
+@pytest.mark.parametrize("make", [lambda path: path.mkdir(), os.mkfifo])
+def test_a_lock_that_is_no_file_is_refused(tmp_path, make):
+    make(tmp_path / "run.lock")
+    said = r"the lock of the run, .*run.lock, cannot be opened \(.*\); move it away, or choose anot"
+    with pytest.raises(FolderInUseError, match=said), locked(tmp_path):
+        pass

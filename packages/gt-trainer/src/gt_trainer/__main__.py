@@ -4,6 +4,7 @@ import os
 import sys
 
 from gt_trainer.command_line.interruption import ending_at_once
+from gt_trainer.command_line.standard_streams import make_streams_safe
 
 
 def main() -> int:
@@ -13,6 +14,7 @@ def main() -> int:
     """
     if os.getcwd() not in sys.path and not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())
+    make_streams_safe()
     with ending_at_once():
         from gt_trainer.command_line import cli
 

@@ -26,7 +26,7 @@ _PATIENCE_SECONDS = 5.0
 
 
 class FolderInUseError(RunStoppedError):
-    """Another run writes to this one's folder."""
+    """Another run writes to this one's folder, or it cannot be known that none does."""
 
 
 @contextlib.contextmanager
@@ -36,10 +36,17 @@ def locked(folder: Path) -> Iterator[None]:
     Where the file system has no locks nothing is held, and the log says so.
 
     Raises:
-        FolderInUseError: Another process holds it.
+        FolderInUseError: Another process holds it, or its lock is no file that can be opened.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _LOCK_FILE).open("a+") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = (folder / _LOCK_FILE).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise FolderInUseError(
+            f"the lock of the run, {folder / _LOCK_FILE}, cannot be opened "
+            f"({error.strerror or error}); move it away, or choose another --dump_folder"
+        ) from None
+    with opened as file:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             try:
@@ -83,5 +90,5 @@ def use_of(folder: Path) -> str | None:
 
 
 def _words(folder: Path) -> str:
-    who = (folder / _LOCK_FILE).read_text().strip()
+    who = (folder / _LOCK_FILE).read_text(encoding="utf-8", errors="replace").strip()
     return f"another run writes to {folder.absolute()}: {who or 'just started'}"

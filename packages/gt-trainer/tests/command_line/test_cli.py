@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from torchtitan.config import ParallelismConfig
 
 from gt_config import CompileConfig, ConfigError, Violation
 from gt_trainer.command_line import cli
-from gt_trainer.command_line.command_line import usage
+from gt_trainer.command_line.command_line import UsageError, usage
 from gt_trainer.command_line.interruption import ending_at_once
 from gt_trainer.command_line.load_configuration import _with_own_folder
 from gt_trainer.models.catalog import CATALOG
@@ -443,3 +444,44 @@ def test_report_writes_a_page_into_the_folder_and_says_where(tmp_path, capsys):
 def test_a_report_of_no_run_is_bad_input(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"gt-train: {str(tmp_path)!r} has no metrics.jsonl")
+
+
+def _shell(command: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    program = f"{sys.executable} -m gt_trainer"
+    return subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command.replace('gt-train', program)}"],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, **variables},
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("command", ["--help >&-", "--list >&- 2>&- <&-", "--help | head -n 1"])
+def test_an_output_that_is_closed_is_no_error(command, tmp_path):
+    finished = _shell(f"gt-train {command}", tmp_path)
+    assert (finished.returncode, finished.stderr) == (0, "")
+
+
+def test_names_that_a_locale_cannot_write_are_escaped(tmp_path):
+    written = Path(__file__).parent.parent / "report" / "written_run"
+    shutil.copytree(written, tmp_path / "Läufe")
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    finished = _shell("gt-train report L*", tmp_path, **ascii_alone)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert finished.stdout.startswith("L\\")
+    assert (tmp_path / "Läufe" / "report.html").is_file()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "starts.jsonl", "validation.jsonl"])
+def test_histories_that_are_none_are_refused_before_a_run_starts(name, tmp_path):
+    (tmp_path / name).write_text('{"step": 1, "time": 0}\ngarbage\n')
+    with pytest.raises(
+        UsageError, match=rf"{name}', line 2 is not a metrics record: 'garbage'; mo"
+    ):
+        cli._check_histories(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(UsageError, match=rf"{name}' \(it is no regular file\); choose another"):
+        cli._check_histories(tmp_path)

@@ -169,6 +169,8 @@ def test_a_failure_in_this_process_is_shown_once(tmp_path, clean_environment, ca
     [
         ("SIGINT", 130, "gt-train: interrupted\n"),
         ("SIGTERM", 143, "gt-train: ended by SIGTERM\n"),
+        ("SIGQUIT", 131, "gt-train: ended by SIGQUIT\n"),
+        ("SIGHUP", 129, "gt-train: ended by SIGHUP\n"),
     ],
 )
 def test_a_signal_ends_a_run_in_this_process_with_one_message(tmp_path, name, status, message):
@@ -185,7 +187,7 @@ def test_a_signal_ends_a_run_in_this_process_with_one_message(tmp_path, name, st
             finally:
                 print("closed")
 
-        sys.exit(launch(run, num_ranks=1, log_folder=Path(sys.argv[1])))
+        sys.exit(launch(run, num_ranks=1, log_folder=Path(sys.argv[1]), communicates=False))
         """,
         tmp_path,
         name,
@@ -217,7 +219,7 @@ def test_a_second_ctrl_c_ends_a_run_that_swallowed_the_first(tmp_path):
             sys.stderr = io.TextIOWrapper(io.BufferedWriter(Interrupted()), write_through=True)
             print("x" * 100_000, file=sys.stderr, flush=True)
 
-        sys.exit(launch(run, num_ranks=1, log_folder=Path(sys.argv[1])))
+        sys.exit(launch(run, num_ranks=1, log_folder=Path(sys.argv[1]), communicates=False))
         """,
         tmp_path,
     )

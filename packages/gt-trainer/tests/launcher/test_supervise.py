@@ -288,6 +288,7 @@ def test_a_crash_in_native_code_shows_the_python_stack(tmp_path):
         (signal.SIGINT, "gt-train: interrupted; all 3 ranks were ended\n"),
         (signal.SIGTERM, "gt-train: ended by SIGTERM; all 3 ranks were ended\n"),
         (signal.SIGHUP, "gt-train: ended by SIGHUP; all 3 ranks were ended\n"),
+        (signal.SIGQUIT, "gt-train: ended by SIGQUIT; all 3 ranks were ended\n"),
     ],
     ids=lambda value: value.name if isinstance(value, signal.Signals) else "",
 )
@@ -443,3 +444,25 @@ def test_a_thread_that_is_ending_is_waited_for(tmp_path):
         )
     )
     assert (status, errors) == (0, "")
+
+
+def test_a_stopped_rank_is_named_when_another_one_gives_up_waiting(tmp_path):
+    process = start(
+        tmp_path,
+        """
+        def run():
+            rank_with_a_child()
+            if RANK == 2:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(1)
+            raise TimeoutError("no answer from rank 2")
+        finish(run_ranks(run, plan=plan()))
+        """,
+    )
+    _, message = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "failed: TimeoutError: no answer from rank 2\n" in message
+    assert (
+        "  rank 2 was stopped by a signal (SIGSTOP, say), and did not answer the others: start "
+        "again, and let no signal stop a process of the run\n"
+    ) in message

@@ -91,7 +91,7 @@ def test_what_the_metrics_have_is_drawn_with_restarts_marked():
 
 
 def test_validation_is_drawn_where_there_is_some():
-    page = Page(report_page(run(validations=[{"step": 5, "loss": 2.0}])))
+    page = Page(report_page(run(validations=[{"step": 5, "validation_loss": 2.0}])))
     assert page.texts["figcaption"][-1] == "validation loss"
     assert "validation loss2 at the last" in rows(page)
 

@@ -44,10 +44,17 @@ from gt_trainer.launcher import (
     launch,
     prepare_environment,
 )
+from gt_trainer.metrics.metrics_history import (
+    METRICS_FILE,
+    VALIDATION_FILE,
+    MetricsFileError,
+    MetricsHistoryError,
+    read_metrics,
+)
 from gt_trainer.models.catalog import CATALOG, INTENDED_WORLD_SIZE
 from gt_trainer.report.dump_folder import ReportError, read_run
 from gt_trainer.report.page import report_page
-from gt_trainer.run_files import REPORT_FILE
+from gt_trainer.run_files import REPORT_FILE, STARTS_FILE
 from gt_trainer.startup import PROCESS_START_VARIABLE
 
 if TYPE_CHECKING:
@@ -100,9 +107,14 @@ def _show(command: CommandLine) -> int:
 
 def _report(folder: Path) -> int:
     path = folder / REPORT_FILE
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.write_text(report_page(read_run(folder)), encoding="utf-8")
+        page = report_page(read_run(folder))
+        temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
+        temporary.replace(path)
     except (ReportError, OSError) as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise UsageError(str(error)) from None
     return _print(f"{path}\n")
 
@@ -193,6 +205,7 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
     # Ranks of a launched job would find their own; its first takes the lock, or says who has it.
     if rendezvous is None and (use := use_of(Path(config.dump_folder))) is not None:
         raise UsageError(f"{use}; wait for it, or choose another --dump_folder")
+    _check_histories(Path(config.dump_folder))
     restarts = _restarts(command.restarts, config) if command.restarts else None
     with _without_garbage_collection():
         for name in left_out(config):
@@ -406,6 +419,19 @@ def _precompile(
         _print(f"{precompile(config, world_size, hardware=hardware)}\n")
 
     return launch(report, num_ranks=1, log_folder=_log_folder(config), communicates=False)
+
+
+def _check_histories(folder: Path) -> None:
+    """Refuse files that the run would go on with and cannot read.
+
+    Raises:
+        UsageError: a line of one is no record.
+    """
+    for name in (METRICS_FILE, VALIDATION_FILE, STARTS_FILE):
+        try:
+            read_metrics(folder / name)
+        except (MetricsHistoryError, MetricsFileError) as error:
+            raise UsageError(str(error)) from None
 
 
 def _log_folder(config: GraphTrainer.Config) -> Path:

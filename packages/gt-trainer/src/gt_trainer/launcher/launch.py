@@ -27,6 +27,7 @@ from gt_trainer.launcher.supervise import Outcome, RankPlan, run_ranks
 
 _LOOPBACK_NAMES = (LOOPBACK, "localhost")
 _IS_STORE_SERVED = "TORCHELASTIC_USE_AGENT_STORE"
+_TERMINATING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -90,7 +91,11 @@ def launch(
             return _run_here(run, rendezvous)
     if num_ranks == 1:
         store = _store_of_one() if communicates else contextlib.nullcontext(0)
-        with _loopback_for_gloo(), _handling(signal.SIGTERM, _raise_terminated), store as port:
+        with contextlib.ExitStack() as stack:
+            for number in _TERMINATING:
+                stack.enter_context(_handling(number, _raise_terminated))
+            stack.enter_context(_loopback_for_gloo())
+            port = stack.enter_context(store)
             return _run_here(run, _local_rendezvous(0, world_size=1, port=port))
     starts = 0
     while True:
@@ -233,7 +238,11 @@ def _loopback_for_gloo() -> Iterator[None]:
 
 
 class _TerminatedError(BaseException):
-    """SIGTERM, as an exception, so that ``finally`` clauses run."""
+    """A signal that asks for the end, as an exception, so that ``finally`` clauses run."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = signal.Signals(number)
 
 
 @contextlib.contextmanager
@@ -254,7 +263,7 @@ def _handling(
 
 
 def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
-    raise _TerminatedError
+    raise _TerminatedError(number)
 
 
 @dataclass(slots=True)
@@ -288,9 +297,9 @@ def _run_here(run: Callable[[], None], rendezvous: Rendezvous) -> int:
     except KeyboardInterrupt:
         _tell(f"{name}: interrupted")
         return 128 + signal.SIGINT
-    except _TerminatedError:
-        _tell(f"{name}: ended by SIGTERM")
-        return 128 + signal.SIGTERM
+    except _TerminatedError as error:
+        _tell(f"{name}: ended by {error.signal.name}")
+        return 128 + error.signal
     except RunStoppedError as error:
         text = str(error)  # which other ranks may have too: what to do is told once a machine
         _tell(f"{name}: {text if rendezvous.local_rank == 0 else text.splitlines()[0]}")

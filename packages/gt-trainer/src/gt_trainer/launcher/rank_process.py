@@ -27,7 +27,7 @@ from gt_trainer.launcher.stop import RunStoppedError
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PARENT_POLL_SECONDS = 1.0
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from typing import IO
 from gt_trainer.launcher.fork_safety import check_can_fork
 from gt_trainer.launcher.rank_process import RankProcess, RankReport, read_report
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _SETTLE_SECONDS = 1.0
 _NUM_LOG_LINES = 20
 
@@ -124,8 +124,8 @@ def run_ranks(
 ) -> Outcome:
     """Fork the ranks, run ``run`` in each, and wait until all have ended.
 
-    Must be called on the main thread of a process that has no other thread. SIGINT, SIGTERM and
-    SIGHUP end the ranks; a second one of them kills them at once.
+    Must be called on the main thread of a process that has no other thread. SIGINT, SIGTERM,
+    SIGHUP and SIGQUIT end the ranks; a second one of them kills them at once.
 
     Args:
         run: The work of a rank; it finds its number in its environment.
@@ -315,7 +315,25 @@ def _judge(ranks: list[_Rank], *, plan: RankPlan, signals: _Signals) -> Outcome:
     if not failed:
         return Outcome(status=0, message=None)
     cause = min(failed, key=lambda rank: (_is_consequence(rank), rank.ended))
-    return _failure(cause, plan.num_ranks)
+    outcome = _failure(cause, plan.num_ranks)
+    stopped = [str(rank.number) for rank in ranks if rank.ended is None and _is_stopped(rank)]
+    if not stopped:
+        return outcome
+    told = (
+        f"{outcome.message}\n  rank {', '.join(stopped)} was stopped by a signal (SIGSTOP, say), "
+        "and did not answer the others: start again, and let no signal stop a process of the run"
+    )
+    return replace(outcome, message=told)
+
+
+def _is_stopped(rank: _Rank) -> bool:
+    """Whether a signal has stopped a running rank; False where the system cannot tell."""
+    if not hasattr(os, "waitid"):  # macOS
+        return False
+    with contextlib.suppress(ChildProcessError):
+        how = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, _pid(rank.process), how) is not None
+    return False
 
 
 def _interrupted(number: signal.Signals, num_ranks: int) -> Outcome:

@@ -14,6 +14,7 @@ Standard library only: reading a run's history needs no torch.
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -22,15 +23,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
 
+from gt_trainer.launcher import RunStoppedError
+
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
 
 
-class MetricsFileError(OSError):
+class MetricsFileError(RunStoppedError, OSError):
     """A metrics file cannot be written."""
 
 
-class MetricsHistoryError(ValueError):
+class MetricsHistoryError(RunStoppedError, ValueError):
     """A metrics file that should be continued is not one of ours."""
 
 
@@ -167,9 +170,11 @@ def check_writable(folder: str | Path) -> None:
 
 def _records(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (step, line) of every whole line."""
-    if not path.exists():
-        return
     try:
+        if not path.exists():
+            return
+        if not path.is_file():
+            raise OSError(errno.EINVAL, "it is no regular file")
         content = path.read_bytes().decode("utf-8", "replace")
     except OSError as error:
         raise _cannot_write(path, error) from error
@@ -177,9 +182,9 @@ def _records(path: Path) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(whole_lines, start=1):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
             raise MetricsHistoryError(
                 f"{str(path)!r}, line {number} is not a metrics record: {line[:80]!r}; move the "
                 "file away, or choose another --dump_folder"

@@ -9,6 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from gt_trainer.metrics.metrics_history import METRICS_FILE, VALIDATION_FILE, read_metrics
+from gt_trainer.report.written_form import (
+    CAPTURE,
+    START,
+    STARTUP,
+    STEP,
+    VALIDATION,
+    problems_of,
+)
 from gt_trainer.run_files import CAPTURES_FILE, STARTS_FILE, STARTUP_FILE
 
 _TRACES: Mapping[str, str] = {
@@ -73,35 +81,35 @@ def read_run(folder: Path) -> RunRecord:
     try:
         found = RunRecord(
             folder=folder,
-            steps=read_metrics(folder / METRICS_FILE),
-            validations=read_metrics(folder / VALIDATION_FILE),
-            starts=read_metrics(folder / STARTS_FILE),
-            startup=_read(folder / STARTUP_FILE, otherwise={}),
-            captures=_read(folder / CAPTURES_FILE, otherwise=[]),
+            steps=_checked(METRICS_FILE, read_metrics(folder / METRICS_FILE), [STEP]),
+            validations=_checked(
+                VALIDATION_FILE, read_metrics(folder / VALIDATION_FILE), [VALIDATION]
+            ),
+            starts=_checked(STARTS_FILE, read_metrics(folder / STARTS_FILE), [START]),
+            startup=_checked(STARTUP_FILE, _read(folder / STARTUP_FILE, otherwise={}), STARTUP),
+            captures=_checked(
+                CAPTURES_FILE, _read(folder / CAPTURES_FILE, otherwise=[]), [CAPTURE]
+            ),
             files=tuple(_linked_files(folder)),
         )
-        _check(STARTS_FILE, found.starts, keys=("step", "time"))
-        _check(CAPTURES_FILE, found.captures, keys=("captured", "graphs", "memory"))
-        return found
     except (OSError, ValueError) as error:
         raise ReportError(f"the run in {str(folder)!r} cannot be read: {error}") from None
+    return found
 
 
 def _read(path: Path, *, otherwise: Any) -> Any:
     if not path.is_file():
         return otherwise
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ReportError(f"{path.name} is not JSON ({error})") from None
-    if type(found) is not type(otherwise):
-        raise ReportError(f"{path.name} is not what a run writes")
+
+
+def _checked(name: str, found: Any, expected: object) -> Any:
+    for problem in problems_of(found, expected):
+        raise ReportError(f"{name} is not what a run writes: {problem}")
     return found
-
-
-def _check(name: str, records: Sequence[Any], *, keys: Sequence[str]) -> None:
-    if not all(isinstance(each, dict) and each.keys() >= {*keys} for each in records):
-        raise ReportError(f"{name} is not what a run writes")
 
 
 def _linked_files(folder: Path) -> list[LinkedFile]:

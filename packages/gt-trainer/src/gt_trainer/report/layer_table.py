@@ -21,7 +21,7 @@ def layer_table(counts: Mapping[str, Mapping[str, int]]) -> str:
     """
     kinds = [kind for kind in KINDS if any(kind in each for each in counts.values())]
     rows = [(name, counts[first]) for name, first in _alike_together(counts)]
-    largest = max((sum(each.values()) for _, each in rows), default=1)
+    largest = max((sum(each.values()) for _, each in rows), default=1) or 1
     header = "".join(f"<th>{_swatch(kind)} {escape(kind)}</th>" for kind in kinds)
     lines = [f"<tr><th>layer</th><th>operators</th>{header}</tr>"]
     for name, found in rows:

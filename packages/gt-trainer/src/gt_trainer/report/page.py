@@ -73,7 +73,7 @@ def _summary(run: RunRecord) -> str:
         facts["steps"] = f"{last['step']:,}{of}"
         facts["loss"] = f"{run.steps[0]['loss']:.5g} at first, {last['loss']:.5g} at the last"
     if run.validations:
-        facts["validation loss"] = f"{run.validations[-1]['loss']:.5g} at the last"
+        facts["validation loss"] = f"{run.validations[-1]['validation_loss']:.5g} at the last"
     for name in ("model", "device", "num_ranks"):
         if start.get(name) is not None:
             facts[name.replace("num_ranks", "ranks")] = start[name]
@@ -92,7 +92,7 @@ def _charts(run: RunRecord) -> str:
                 points, title=title, unit=unit, marks=run.restarts, from_zero=from_zero
             )
             figures.append(f"<figure><figcaption>{title}</figcaption>\n{drawn}</figure>")
-    validation: list[Point] = [(each["step"], each["loss"]) for each in run.validations]
+    validation: list[Point] = [(each["step"], each["validation_loss"]) for each in run.validations]
     if validation:
         drawn = line_chart(
             validation,
@@ -116,7 +116,7 @@ def _starts(starts: Sequence[Mapping[str, Any]]) -> str:
         (
             f"{each['step']:,}",
             time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(each["time"])),
-            f"{each['num_ranks']} on {each['device']}",
+            f"{each.get('num_ranks', '?')} on {each.get('device', '?')}",
         )
         for each in starts
     ]
@@ -208,11 +208,15 @@ def _files(run: RunRecord) -> str:
     if not run.files:
         return ""
     rows = "\n".join(
-        f'<tr><td><a href="{quote(each.path)}"><code>{escape(each.path)}</code></a></td>'
+        f'<tr><td><a href="{_address(each.path)}"><code>{escape(each.path)}</code></a></td>'
         f"<td>{escape(each.meaning)}</td></tr>"
         for each in run.files
     )
     return f'<h2>More</h2>\n<div class="wide"><table>\n{rows}\n</table></div>'
+
+
+def _address(path: str) -> str:
+    return quote(path, errors="surrogateescape")
 
 
 def _table(
