@@ -15,6 +15,7 @@ from gt_trace.artifacts.encoded_document import (
 from gt_trace.artifacts.encoder import Encoder
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.artifacts.operators import NAMESPACES
+from gt_trace.capture.optimizer_state import CapturedGroup
 from gt_trace.capture.subclass_layout import PLAIN, TensorLayout
 from gt_trace.capture.traced_step import TracedStep
 
@@ -62,6 +63,10 @@ def step_content(encoder: Encoder, step: TracedStep) -> dict[str, Any]:
         "output_spec": encoder.tree(step.output_spec),
         "output_layouts": [encoder.layout(each) for each in step.output_layouts],
         "mode": encoder.mode(step.mode),
+        "groups": [
+            [list(each.parameters), [[key, encoder.value(v)] for key, v in each.constants.items()]]
+            for each in step.groups
+        ],
     }
 
 
@@ -79,6 +84,13 @@ def decoded_step(decoder: Decoder, content: Any) -> TracedStep:
         output_spec=decoder.tree(content["output_spec"]),
         output_layouts=tuple(map(decoder.layout, content["output_layouts"])),
         mode=decoder.mode(content["mode"]),
+        groups=tuple(
+            CapturedGroup(
+                parameters=tuple(parameters),
+                constants={key: decoder.value(value) for key, value in constants},
+            )
+            for parameters, constants in content["groups"]
+        ),
     )
 
 

@@ -14,7 +14,18 @@ from gt_trace.capture.captured_mode import CapturedMode
 from gt_trace.capture.given_arguments import ArgumentReader
 from gt_trace.capture.given_layout import state_problem
 from gt_trace.capture.graph_inputs import ArgumentSignature, GraphInput
-from gt_trace.capture.module_state import StateEntry, StateSlot, collect_state
+from gt_trace.capture.module_state import (
+    StateEntry,
+    StateSlot,
+    collect_state,
+    parameter_names,
+)
+from gt_trace.capture.optimizer_state import (
+    BoundOptimizer,
+    CapturedGroup,
+    captured_groups,
+    group_problems,
+)
 from gt_trace.capture.shared_inputs import NamedInput, history_problems, memory_problems
 from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor
 from gt_trace.errors import InputMismatchError, StateMismatchError
@@ -46,6 +57,9 @@ class CapturedInputs:
     fake_mode: FakeTensorMode
     mode: CapturedMode
     """The modes in which the step was captured; it runs in no others."""
+
+    groups: tuple[CapturedGroup, ...] = ()
+    """Parameter groups of the optimizer that was captured."""
 
 
 class BoundInputs:
@@ -96,6 +110,7 @@ class BoundInputs:
         self._slots: list[StateSlot] = []
         self._places: list[tuple[Mapping[Any, Any], Any, torch.Tensor]] = []
         self._inner: list[tuple[torch.Tensor, str, torch.Tensor]] = []
+        self._bound_optimizer: BoundOptimizer | None = None
         self._submodules: list[tuple[Mapping[str, nn.Module | None], tuple[nn.Module | None, ...]]]
         self.version = 0
         """A number that grows each time that the state is sampled."""
@@ -133,6 +148,8 @@ class BoundInputs:
         return [slot.tensor for slot in self._slots]
 
     def _state_is_current(self) -> bool:
+        if self._bound_optimizer is not None and not self._bound_optimizer.is_current():
+            return False
         # Plain loops: every call of a step looks at every parameter.
         for holder, key, tensor in self._places:
             if holder.get(key) is not tensor:
@@ -148,12 +165,17 @@ class BoundInputs:
     def _sample(self) -> None:
         slots = collect_state(self._module, self._optimizer)
         expected = self._captured.state
+        groups = captured_groups(self._optimizer, parameter_names(slots))
+        if problems := group_problems(self._captured.groups, groups):
+            raise StateMismatchError(
+                "this is not as it was when it was captured:\n  " + "\n  ".join(problems)
+            )
         names = [slot.entry for slot in slots]
         if names != list(expected):
             raise StateMismatchError(_explain_names(expected, names))
         static: list[torch.Tensor] = []
         inner: list[tuple[torch.Tensor, str, torch.Tensor]] = []
-        problems: list[str] = []
+        problems = []
         captured = zip(self._captured.example_inputs, self._uses, strict=True)
         for slot, layout in zip(slots, self._captured.state_layouts, strict=True):
             leaves, found = flatten_tensor(slot.tensor)
@@ -176,6 +198,7 @@ class BoundInputs:
                 "the module's state is not the one that was captured:\n  " + "\n  ".join(problems)
             )
         self._slots, self._static, self._inner = slots, static, inner
+        self._bound_optimizer = BoundOptimizer(self._optimizer) if self._optimizer else None
         self._places = [(*place, slot.tensor) for slot in slots for place in slot.places]
         self._forms = [(each, each.shape, each.stride(), each.dtype) for each in static]
         self._storages = set(map(storage_key, static))
@@ -248,4 +271,5 @@ def _explain_names(expected: Sequence[StateEntry], found: Sequence[StateEntry]) 
         lines.append(f"  not captured: {sorted(have - want)}")
     if want == have:
         lines.append("  the names agree, but their order or tying differs")
+        lines += [f"  one tensor: {list(e.names)}" for e in expected if e not in set(found)]
     return "\n".join(lines)

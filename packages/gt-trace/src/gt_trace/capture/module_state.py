@@ -7,14 +7,14 @@ when the trace failed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from gt_trace.capture.optimizer_state import optimizer_tensors
 from gt_trace.errors import CaptureError
 
 StateKind = Literal["parameter", "buffer", "optimizer_state"]
@@ -67,7 +67,7 @@ def collect_state(
 
     Raises:
         CaptureError: an optimizer without its module, or one whose parameters are not the
-            module's, or one that has no state yet although its kind keeps state.
+            module's.
     """
     if module is None:
         if optimizer is not None:
@@ -77,9 +77,25 @@ def collect_state(
             )
         return []
     slots = [*_tensors(module, "parameter"), *_tensors(module, "buffer")]
-    if optimizer is not None:
-        slots.extend(_optimizer_state(optimizer, slots))
-    return slots
+    if optimizer is None:
+        return slots
+    places = {id(slot.tensor): slot for slot in slots}
+    for name, tensor, place in optimizer_tensors(optimizer, parameter_names(slots)):
+        known = places.get(id(tensor))
+        if known is None:
+            entry = StateEntry(kind="optimizer_state", names=(name,))
+        elif known.entry.kind == "optimizer_state":
+            entry = replace(known.entry, names=(*known.entry.names, name))
+        else:  # a learning rate that is a buffer of the module, too
+            entry = known.entry
+        held = known.places if known is not None else ()
+        places[id(tensor)] = StateSlot(entry=entry, tensor=tensor, places=(*held, place))
+    return list(places.values())
+
+
+def parameter_names(slots: Sequence[StateSlot]) -> dict[int, str]:
+    """Return the names of parameters by their ids."""
+    return {id(slot.tensor): slot.entry.name for slot in slots if slot.entry.kind == "parameter"}
 
 
 def _tensors(module: nn.Module, kind: Literal["parameter", "buffer"]) -> list[StateSlot]:
@@ -100,72 +116,3 @@ def _tensors(module: nn.Module, kind: Literal["parameter", "buffer"]) -> list[St
         )
         for tensor, names, places in found.values()
     ]
-
-
-def _optimizer_state(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[StateSlot]
-) -> list[StateSlot]:
-    name_of = {id(slot.tensor): slot.entry.name for slot in parameters}
-    foreign = 0
-    slots: list[StateSlot] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            name = name_of.get(id(parameter))
-            if name is None:
-                foreign += 1
-                continue
-            state: dict[str, Any] = optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    entry = StateEntry(kind="optimizer_state", names=(f"{name}:{key}",))
-                    slots.append(StateSlot(entry=entry, tensor=value, places=((state, key),)))
-    if foreign:
-        raise CaptureError(
-            f"{foreign} parameters of the {type(optimizer).__name__} are not parameters of the "
-            "module; build the optimizer from the module that is captured"
-        )
-    return slots
-
-
-@contextmanager
-def swapped_optimizer(
-    optimizer: torch.optim.Optimizer | None, traced: dict[int, torch.Tensor]
-) -> Iterator[None]:
-    """The optimizer steps on the traced parameters: ``traced`` maps the id of a real one to it.
-
-    Raises:
-        CaptureError: on leaving, if the step created optimizer state, which a replay would lose.
-    """
-    if optimizer is None:
-        yield
-        return
-    groups = [list(group["params"]) for group in optimizer.param_groups]
-    state = dict(optimizer.state)
-    known = {(id(parameter), key) for parameter, value in state.items() for key in value}
-    real_of = {id(tensor): real for real, tensor in traced.items()}
-    try:
-        for group in optimizer.param_groups:
-            group["params"] = [traced[id(parameter)] for parameter in group["params"]]
-        optimizer.state.clear()
-        for parameter, value in state.items():
-            optimizer.state[traced[id(parameter)]] = value
-        yield
-        created = sorted(
-            {
-                key
-                for parameter, value in optimizer.state.items()
-                for key in value
-                if (real_of[id(parameter)], key) not in known
-            }
-        )
-        if created:
-            raise CaptureError(
-                f"{type(optimizer).__name__}.step created the state {created} during the "
-                "capture, and a replay would lose it; run one step, or initialise the state, "
-                "before capturing"
-            )
-    finally:
-        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = parameters
-        optimizer.state.clear()
-        optimizer.state.update(state)

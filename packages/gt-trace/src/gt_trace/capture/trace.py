@@ -31,13 +31,19 @@ from gt_trace._torch_versions import non_strict_tracing, traced_backward
 from gt_trace.annotate import annotate_modules
 from gt_trace.capture.autocast_cache import autocast_cache
 from gt_trace.capture.captured_mode import CapturedMode, refuse_gradient_hooks, with_settled_hooks
+from gt_trace.capture.earlier_gradients import EarlierGradients
 from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.given_tensors import GivenTensors
 from gt_trace.capture.graph_inputs import name_placeholders, with_uses
 from gt_trace.capture.inherit import inherit_annotations
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
 from gt_trace.capture.live_state import LiveState
-from gt_trace.capture.module_state import collect_state, swapped_optimizer
+from gt_trace.capture.module_state import collect_state, parameter_names
+from gt_trace.capture.optimizer_state import (
+    captured_groups,
+    refuse_set_hyperparameters,
+    swapped_optimizer,
+)
 from gt_trace.capture.purity import refuse_constants, refuse_data_dependence, refuse_side_effects
 from gt_trace.capture.random_draws import refuse_repeated_draws
 from gt_trace.capture.random_state import current_watch, with_untouched_generators
@@ -73,8 +79,9 @@ def trace_step(
             the forward of a submodule carry that module's name. In-place updates of buffers are
             captured and happen at replay.
         optimizer: steps inside ``fn``; its state must exist already and must be tensors that are
-            updated in place (fused or capturable optimizers, SGD). Learning rates that are
-            Python numbers become constants.
+            updated in place (fused or capturable optimizers, SGD). Tensors in its parameter groups,
+            such as a learning rate, are state. Numbers there are constants, and a bound step
+            refuses others.
         input_preparers: hooks on the inputs, see ``InputPreparer``.
         constants: what to do with a tensor that is neither state nor argument: "error" refuses,
             "allow" freezes its present value into the graph.
@@ -141,8 +148,9 @@ def trace_without_code(
         step = _TracedFunction(fn, flat, optimizer, input_preparers, captured_mode)
         mode = fake_mode or FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         fakes = flat.fake(mode, torch.device(meta_device))
-        with held_garbage_collection(), tracing_contexts(mode, module), lazily_generated_code():
-            graph_module: GraphModule = make_fx(step, record_stack_traces=True)(*fakes)
+        graph_module = _traced(step, fakes, mode, module)
+        if step.gradients.are_more:  # with what the next step would begin with
+            graph_module = _traced(step, fakes, mode, module)
         inherit_annotations(graph_module)
         refuse_repeated_draws(graph_module)
         names = with_uses(flat.graph_inputs(), graph_module.graph)
@@ -150,6 +158,7 @@ def trace_without_code(
         if constants == "error":
             refuse_constants(graph_module, flat.slots)
         refuse_dependent_inputs(flat, names)
+        refuse_set_hyperparameters(graph_module, names)
         assert step.output_spec is not None
         return TracedStep(
             graph_module=graph_module,
@@ -163,6 +172,7 @@ def trace_without_code(
             output_spec=step.output_spec,
             output_layouts=tuple(step.output_layouts),
             mode=captured_mode,
+            groups=captured_groups(optimizer, parameter_names(flat.slots)),
         )
 
     def capture(*args: Any, **kwargs: Any) -> TracedStep:
@@ -191,6 +201,17 @@ def tracing_contexts(fake_mode: FakeTensorMode, module: nn.Module | None) -> Any
         yield
 
 
+def _traced(
+    step: _TracedFunction,
+    fakes: Sequence[torch.Tensor],
+    mode: FakeTensorMode,
+    module: nn.Module | None,
+) -> GraphModule:
+    with held_garbage_collection(), tracing_contexts(mode, module), lazily_generated_code():
+        made: GraphModule = make_fx(step, record_stack_traces=True)(*fakes)
+    return made
+
+
 class _TracedFunction:
     """The step as a function of plain tensors, as ``make_fx`` calls it once."""
 
@@ -207,6 +228,7 @@ class _TracedFunction:
         self._optimizer = optimizer
         self._preparers = preparers
         self._mode = mode
+        self.gradients = EarlierGradients(flat.slots, optimizer)
         self.output_spec: pytree.TreeSpec | None = None
         self.output_layouts: list[TensorLayout | None] = []
 
@@ -216,10 +238,14 @@ class _TracedFunction:
             inputs = preparer.inside_trace(inputs)
         slots = self._flat.slots
         traced = {id(slot.tensor): tensor for slot, tensor in zip(slots, state, strict=True)}
-        with memoised_stack_traces(), swapped_optimizer(self._optimizer, traced):
+        with (
+            memoised_stack_traces(),
+            swapped_optimizer(self._optimizer, traced, parameter_names(slots)),
+        ):
             try:
                 for slot, tensor in zip(slots, state, strict=True):
                     slot.put(tensor)
+                self.gradients.give(state)
                 before = [slot.contents() for slot in slots]
                 given = GivenTensors(
                     self._flat, state, pytree.tree_leaves((inputs.args, dict(inputs.kwargs)))
@@ -236,6 +262,7 @@ class _TracedFunction:
                     watch.look()
                 given.refuse_changes()
                 refuse_side_effects(slots, before, writes_grad=self._optimizer is not None)
+                self.gradients.take(state)
             finally:
                 for slot in slots:
                     slot.put(slot.tensor)
