@@ -246,3 +246,24 @@ def test_whatever_a_document_says_is_refused_or_is_a_step(name: str, num_cases: 
         except ArtifactError:
             refused += 1
     assert refused > num_cases // 2
+
+
+def test_steps_with_an_optimizer_or_a_generator_are_not_stored() -> None:
+    model, generator = nn.Linear(2, 2), torch.Generator()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return model(x) * torch.rand(2, generator=generator)
+
+    def stepping(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    x = torch.ones(1, 2)
+    with pytest.raises(ArtifactError, match="an optimizer steps inside of this step"):
+        document_of(trace_step(stepping, module=model, optimizer=optimizer)(x))
+    with pytest.raises(ArtifactError, match="Generator"):
+        document_of(trace_step(noisy, module=model)(x))

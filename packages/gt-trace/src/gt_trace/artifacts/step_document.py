@@ -15,9 +15,9 @@ from gt_trace.artifacts.encoded_document import (
 from gt_trace.artifacts.encoder import Encoder
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.artifacts.operators import NAMESPACES
-from gt_trace.capture.optimizer_state import CapturedGroup
 from gt_trace.capture.subclass_layout import PLAIN, TensorLayout
 from gt_trace.capture.traced_step import TracedStep
+from gt_trace.errors import ArtifactError
 
 
 def encode_step(
@@ -51,7 +51,16 @@ def decode_step(document: Any, axes: MeshAxes, **options: Unpack[DecodingOptions
 
 
 def step_content(encoder: Encoder, step: TracedStep) -> dict[str, Any]:
-    """A step as part of a document of ``encoder``."""
+    """A step as part of a document of ``encoder``.
+
+    Raises:
+        ArtifactError: an optimizer steps inside of it, of which a document has no groups.
+    """
+    if step.groups:
+        raise ArtifactError(
+            "an optimizer steps inside of this step, and a stored step has no parameter groups; "
+            "step the optimizer outside of the step, or capture at each start"
+        )
     return {
         "graph": encoder.graph(step.graph_module),
         "inputs": [encoder.graph_input(each) for each in step.inputs],
@@ -63,10 +72,6 @@ def step_content(encoder: Encoder, step: TracedStep) -> dict[str, Any]:
         "output_spec": encoder.tree(step.output_spec),
         "output_layouts": [encoder.layout(each) for each in step.output_layouts],
         "mode": encoder.mode(step.mode),
-        "groups": [
-            [list(each.parameters), [[key, encoder.value(v)] for key, v in each.constants.items()]]
-            for each in step.groups
-        ],
     }
 
 
@@ -84,13 +89,6 @@ def decoded_step(decoder: Decoder, content: Any) -> TracedStep:
         output_spec=decoder.tree(content["output_spec"]),
         output_layouts=tuple(map(decoder.layout, content["output_layouts"])),
         mode=decoder.mode(content["mode"]),
-        groups=tuple(
-            CapturedGroup(
-                parameters=tuple(parameters),
-                constants={key: decoder.value(value) for key, value in constants},
-            )
-            for parameters, constants in content["groups"]
-        ),
     )
 
 
