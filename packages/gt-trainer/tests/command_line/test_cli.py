@@ -470,7 +470,10 @@ def test_names_that_a_locale_cannot_write_are_escaped(tmp_path):
     ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
     finished = _shell("gt-train report L*", tmp_path, **ascii_alone)
     assert (finished.returncode, finished.stderr) == (0, "")
-    assert finished.stdout.startswith("L\\")
+    assert finished.stdout == "L\\xe4ufe/report.html\n"
+    refused = _shell("gt-train --stepz 3", tmp_path, **ascii_alone)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "Traceback" not in refused.stderr
     assert (tmp_path / "Läufe" / "report.html").is_file()
 
 

@@ -163,7 +163,7 @@ def _entries(config: str | None) -> dict[str, str] | None:
 
 @functools.cache
 def _table() -> dict[str, Any] | None:
-    table: dict[str, Any] = json.loads(TABLE.read_text())
+    table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
     made_with = ("torchtitan", "tyro")
     is_current = all(importlib.metadata.version(name) == table[name] for name in made_with)
     return table if is_current else None
