@@ -34,3 +34,12 @@ JOINT_GRAPHS: frozenset[GraphKind] = frozenset({"JOINT_FORWARD", "JOINT_BACKWARD
 
 COMPUTING_ACTIONS: frozenset[GraphKind] = frozenset(PIPELINE_ACTIONS) - {"UNSHARD", "REDUCE_GRAD"}
 """Actions of a pipeline that compute; the others gather parameters and reduce gradients."""
+
+MeshAxis = Literal["dp_replicate", "dp_shard", "cp", "tp", "ep"]
+"""Axes of the mesh whose ranks a pass's collectives connect, as ``Topology`` names them."""
+
+SHARD_AXES: frozenset[MeshAxis] = frozenset({"dp_shard", "cp"})
+"""Axes over which FSDP shards parameters."""
+
+DATA_PARALLEL_AXES: frozenset[MeshAxis] = SHARD_AXES | {"dp_replicate"}
+"""Axes over which gradients are reduced."""

@@ -18,7 +18,7 @@ from typing import ClassVar, Self
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
-from gt_config.graph_kinds import EVERY_GRAPH, GRAPH_KINDS, GraphKind
+from gt_config.graph_kinds import EVERY_GRAPH, GRAPH_KINDS, GraphKind, MeshAxis
 from gt_config.numerics import NUMERICS, Numerics
 from gt_passes._torch_internals import fake_mode_of
 from gt_passes.errors import NO_FAKE_VALUES, GraphInputError, PassDeclarationError
@@ -158,6 +158,11 @@ class GraphPass(ABC):
     runs_on: ClassVar[frozenset[GraphKind]]
     """The kinds of graph that have what the pass works on. The recipes of all others leave it out,
     and an option that acts through such passes alone is refused there."""
+
+    mesh_axes: ClassVar[frozenset[MeshAxis]] = frozenset()
+    """The axes of the mesh on whose collectives the pass works; where each has one rank there are
+    none, and an option that acts through such passes alone is refused. Empty: any graph has what
+    the pass works on."""
 
     only_cleans_up: ClassVar[bool] = False
     """Whether the pass tidies what a capture leaves, rather than carrying out an option. Nobody

@@ -228,7 +228,7 @@ def no_models(monkeypatch):
     )
     monkeypatch.setattr(
         "gt_trainer.preflight.preflight.check_configuration",
-        lambda config, world_size, **options: checks.append((world_size, options)),
+        lambda config, world_size, *, typed, **options: checks.append((world_size, options)),
     )
     monkeypatch.setattr(
         "gt_trainer.preflight.settled_defaults.settle_defaults",
@@ -395,11 +395,33 @@ def test_a_module_of_the_users_is_imported_and_judged(capsys, monkeypatch, tmp_p
     assert cli.main(["--module", "my_models.small", "--config", "tiny"]) == 2
     (tmp_path / "my_models" / "poor.py").write_text("import no_such\n")
     assert cli.main(["--module", "my_models.poor", "--config", "tiny"]) == 2
+    (tmp_path / "my_models" / "wrong.py").write_text(
+        "from os import abort\ndef sized(size):\n    pass\ndef tiny():\n    return 1 / 0\n"
+    )
+    for name in ("abort", "sized", "tiny"):
+        assert cli.main(["--module", "my_models.wrong", "--config", name]) == 2
+    (tmp_path / "my_models" / "broken.py").write_text("1 / 0\n")
+    assert cli.main(["--module", "my_models.broken", "--config", "tiny"]) == 2
+    assert cli.main(["--module", "os", "--config", "abort"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "gt-train: module 'my_models.tiny' has no function 'tini'. Did you mean 'tiny'?",
         "gt-train: my_models.tiny.tiny returned 3, which is no configuration of a trainer",
         "gt-train: --module my_models.small: there is no Python module 'my_models.small'",
         "gt-train: --module my_models.poor: it needs the Python module 'no_such', which is not there",
+        *(
+            f"gt-train: my_models.wrong.{name} is no function in Python that takes no arguments "
+            "and returns a configuration."
+            for name in ("abort", "sized")
+        ),
+        (
+            "gt-train: my_models.wrong.tiny() failed: ZeroDivisionError: division by zero "
+            f"({tmp_path}/my_models/wrong.py:5)"
+        ),
+        (
+            "gt-train: --module my_models.broken cannot be imported: ZeroDivisionError: division "
+            f"by zero ({tmp_path}/my_models/broken.py:1)"
+        ),
+        "gt-train: --module os is of Python's standard library, which has no configurations",
     ]
 
 

@@ -11,7 +11,7 @@ from gt_trainer.command_line.overrides import apply_overrides
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.models.catalog import CATALOG, INTENDED_WORLD_SIZE
 from gt_trainer.models.llama3 import llama3_debugmodel
-from gt_trainer.preflight.plain_settings import settings_of
+from gt_trainer.preflight.plain_settings import TypedFlags, settings_of
 from gt_trainer.preflight.preflight import configuration_violations
 from gt_trainer.preflight.settled_defaults import settle_defaults
 
@@ -27,6 +27,11 @@ WRONG = [
     ["--compile.ep_overlap.enabled", "--compile.ep_overlap.num_chunks", "1"],
     ["--compile.offload_host_gib", "-1"],
     ["--compile.mode", "aot_joint", "--compile.memory_policy", "selective"],
+    ["--validator.freq", "0"],
+    ["--validator.enable", "--validator.freq", "0"],
+    ["--optimizer.param_groups.0.optimizer_kwargs.betas", "2", "3", "--debug.seed", "-1"],
+    ["--lr_scheduler.decay_ratio", "nan", "--lr_scheduler.total_steps", "3"],
+    ["--checkpoint.no_enable", "--checkpoint.interval", "7", "--metrics.save_tb_folder", "x"],
     ["--compile.prefetch-layers=-1", "--parallelism.data_parallel_shard_degree", "0"],
 ]
 
@@ -35,7 +40,7 @@ SOUND = [
     ["--compile.mode", "none"],
     ["--compile.mode", "aot_joint"],
     ["--training.steps", "0", "--training.steps", "3"],
-    ["--validator.freq", "0"],
+    ["--checkpoint.interval", "20", "--validator.freq", "10"],  # as it is configured
     ["--compile.passes", "canonicalize-views"],
     ["--compile.no_verify_passes", "--compile.regional_modules", "layers.*.feed_forward"],
 ]
@@ -51,9 +56,11 @@ def early_text(arguments, world_size=1):
 @pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
 def test_what_is_refused_early_is_refused_by_the_full_check(arguments, intended):
     with device.intended_for(intended):
-        config = apply_overrides(llama3_debugmodel(), arguments)
+        config = llama3_debugmodel()
+        typed = TypedFlags(names=flags_given(arguments), configured=settings_of(config))
+        config = apply_overrides(config, arguments)
         config, _ = settle_defaults(config, 2, asked=flags_given(arguments))
-        in_full = [str(each) for each in configuration_violations(config, 2)]
+        in_full = [str(each) for each in configuration_violations(config, 2, typed=typed)]
     told = early_text(arguments, 2).replace("\n     ", "\n")
     early = [text for text in in_full if text in told]
     assert f"the configuration has {len(early)} problem" in told

@@ -404,6 +404,48 @@ fix: drop the option""",
     )
 
 
+ALONE = Topology(world=1, batch_size=8, seq_len=8)
+
+
+@pytest.mark.parametrize(
+    ("flag", "options", "reshard"),
+    [
+        ("--compile.prefetch_layers", {"prefetch_layers": 5}, "default"),
+        ("--compile.fsdp_bucketing", {"fsdp_bucketing": "off"}, "default"),
+        ("--compile.fsdp_bucket_cap_mib", {"fsdp_bucket_cap_mib": 25}, "default"),
+        ("--compile.disable_passes", {"disable_passes": ("prefetch-all-gathers",)}, "default"),
+        ("--compile.passes", {"passes": ("separate-reduction-group",)}, "default"),
+        ("--compile.fsdp_into_dense_regions", {"fsdp_into_dense_regions": True}, "default"),
+        ("--compile.async_tensor_parallel", {"async_tensor_parallel": True}, "default"),
+        (RESHARD, {}, "never"),
+        (RESHARD, {}, "always"),
+    ],
+)
+def test_what_works_on_collectives_is_refused_on_one_rank_if_it_was_typed(flag, options, reshard):
+    for topology, asked, expected in (
+        (ALONE, {flag}, [flag]),
+        (ALONE, (), []),  # a configuration is used with any number of ranks
+        (replace(MESH, dp_shard=2, tp=2), {flag}, []),
+    ):
+        found = idle_option_violations(
+            CompileConfig(**options), topology, reshard_after_forward=reshard, asked=asked
+        )
+        assert [each.flag for each in found] == expected
+
+
+def test_says_which_ranks_an_option_would_need():
+    (violation,) = idle_option_violations(
+        CompileConfig(prefetch_layers=5), ALONE, asked={"--compile.prefetch_layers"}
+    )
+    assert_expected_inline(
+        str(violation),
+        """\
+--compile.prefetch_layers is 5
+allowed: its default 1, since --parallelism.data_parallel_shard_degree is 1 and it would do nothing
+fix: drop the option, or use --parallelism.data_parallel_shard_degree 2""",
+    )
+
+
 def test_of_several_names_those_that_do_nothing_are_told():
     text = told(
         STAGES,

@@ -271,12 +271,12 @@ def test_profiler_settings_that_would_fail_when_training_starts_are_refused(tmp_
     config = changed(llama3.llama3_debugmodel(), tmp_path, profiler=profiler)
     assert refusal(config, 1) == (
         "the configuration has 2 problems:\n"
-        "  1. --profiler.profile_freq is 3\n"
-        "     allowed: at least profiler_warmup 3 + profiler_active 1 = 4\n"
-        "     fix: use 4, or smaller ones\n"
-        "  2. --profiler.profiler_repeat is -1\n"
+        "  1. --profiler.profiler_repeat is -1\n"
         "     allowed: 0 or more\n"
-        "     fix: give 0 or more"
+        "     fix: give 0 or more\n"
+        "  2. --profiler.profile_freq is 3\n"
+        "     allowed: at least profiler_warmup 3 + profiler_active 1 = 4\n"
+        "     fix: use 4, or smaller ones"
     )
     switched_off = dataclasses.replace(profiler, enable_profiling=False)
     check_configuration(changed(config, tmp_path, profiler=switched_off), 1)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from gt_config.graph_kinds import JOINT_GRAPHS, STEP_GRAPHS, GraphKind
+from gt_config.graph_kinds import JOINT_GRAPHS, SHARD_AXES, STEP_GRAPHS, GraphKind, MeshAxis
 from gt_config.node_keys import FsdpCollectiveKind
 from gt_passes._torch_internals import OpOverload
 from gt_passes.analysis.code_motion import CodeMotion
@@ -49,6 +49,7 @@ class BucketAllGathers(FsdpBucketPass):
     """
 
     name: ClassVar[str] = "bucket-all-gathers"
+    mesh_axes: ClassVar[frozenset[MeshAxis]] = SHARD_AXES
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({*STEP_GRAPHS, "UNSHARD", *JOINT_GRAPHS})
     target: ClassVar[OpOverload] = torch.ops._c10d_functional.all_gather_into_tensor.default
     kind: ClassVar[FsdpCollectiveKind] = "unshard"

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from gt_config.graph_kinds import MeshAxis
 from gt_passes._torch_internals import OpOverload
 from gt_passes.fsdp.bucket_reductions import BucketReductions
 from gt_passes.registry import register_pass
@@ -36,4 +37,5 @@ class BucketAllReduces(BucketReductions):
     """
 
     name: ClassVar[str] = "bucket-all-reduces"
+    mesh_axes: ClassVar[frozenset[MeshAxis]] = frozenset({"dp_replicate"})
     target: ClassVar[OpOverload] = torch.ops._c10d_functional.all_reduce.default

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from gt_config.graph_kinds import SHARD_AXES, MeshAxis
 from gt_passes._torch_internals import OpOverload
 from gt_passes.fsdp.bucket_reductions import BucketReductions
 from gt_passes.registry import register_pass
@@ -41,4 +42,5 @@ class BucketReduceScatters(BucketReductions):
     """
 
     name: ClassVar[str] = "bucket-reduce-scatters"
+    mesh_axes: ClassVar[frozenset[MeshAxis]] = SHARD_AXES
     target: ClassVar[OpOverload] = torch.ops._c10d_functional.reduce_scatter_tensor.default

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch.fx import Graph
 
+from gt_config.graph_kinds import DATA_PARALLEL_AXES, MeshAxis
 from gt_config.numerics import Numerics
 from gt_passes._torch_internals import OpOverload
 from gt_passes.analysis.layer_names import LayerNames
@@ -20,6 +21,7 @@ class FsdpPass(GraphPass):
 
     numerics: ClassVar[Numerics] = "bitwise"
 
+    mesh_axes: ClassVar[frozenset[MeshAxis]] = DATA_PARALLEL_AXES
     layers: str = "layers.*"
     """Pattern of the names of the modules that are blocks."""
 

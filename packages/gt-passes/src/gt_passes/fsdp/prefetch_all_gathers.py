@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from gt_config.graph_kinds import JOINT_GRAPHS, STEP_GRAPHS, GraphKind
+from gt_config.graph_kinds import JOINT_GRAPHS, SHARD_AXES, STEP_GRAPHS, GraphKind, MeshAxis
 from gt_passes.analysis.code_motion import CodeMotion
 from gt_passes.contract import PassContext, PassReport, Refusal
 from gt_passes.fsdp.fsdp_launches import FsdpLaunch, waits_to_come
@@ -51,6 +51,7 @@ class PrefetchAllGathers(FsdpPass):
     """
 
     name: ClassVar[str] = "prefetch-all-gathers"
+    mesh_axes: ClassVar[frozenset[MeshAxis]] = SHARD_AXES
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({*STEP_GRAPHS, *JOINT_GRAPHS})
 
     blocks_ahead: int = 1

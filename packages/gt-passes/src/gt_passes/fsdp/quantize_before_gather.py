@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from gt_config.graph_kinds import GraphKind
+from gt_config.graph_kinds import SHARD_AXES, GraphKind, MeshAxis
 from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes._torch_internals import value_of
 from gt_passes.analysis.bucket_copies import PACK_BUCKET, UNPACK_BUCKET
@@ -69,6 +69,7 @@ class QuantizeBeforeGather(FsdpPass):
     """
 
     name: ClassVar[str] = "quantize-before-gather"
+    mesh_axes: ClassVar[frozenset[MeshAxis]] = SHARD_AXES
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "STAGE"})
 
     @property

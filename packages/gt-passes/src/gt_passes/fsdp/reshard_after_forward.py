@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from gt_config.graph_kinds import GraphKind
+from gt_config.graph_kinds import SHARD_AXES, GraphKind, MeshAxis
 from gt_config.node_keys import PhaseAnnotation
 from gt_passes.analysis.code_motion import CodeMotion
 from gt_passes.analysis.fsdp_collective import fsdp_collective
@@ -56,6 +56,7 @@ class ReshardAfterForward(FsdpPass):
     """
 
     name: ClassVar[str] = "reshard-after-forward"
+    mesh_axes: ClassVar[frozenset[MeshAxis]] = SHARD_AXES
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP"})
 
     keep_last: bool = True

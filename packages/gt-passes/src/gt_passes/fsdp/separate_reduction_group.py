@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from gt_config.graph_kinds import GraphKind
+from gt_config.graph_kinds import DATA_PARALLEL_AXES, GraphKind, MeshAxis
 from gt_config.node_keys import PipelineAnnotation
 from gt_config.numerics import Numerics
 from gt_passes.analysis.layer_names import LayerNames
@@ -51,6 +51,7 @@ class SeparateReductionGroup(GraphPass):
 
     name: ClassVar[str] = "separate-reduction-group"
     numerics: ClassVar[Numerics] = "bitwise"
+    mesh_axes: ClassVar[frozenset[MeshAxis]] = DATA_PARALLEL_AXES
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "REDUCE_GRAD", "JOINT_BACKWARD"})
     keeps_dataflow: ClassVar[bool] = False  # another group's name, and nothing else
 

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 from torch.fx import GraphModule, Node
 
-from gt_config.graph_kinds import JOINT_GRAPHS, STEP_GRAPHS, GraphKind
+from gt_config.graph_kinds import JOINT_GRAPHS, SHARD_AXES, STEP_GRAPHS, GraphKind, MeshAxis
 from gt_config.numerics import Numerics
 from gt_passes._torch_internals import OpOverload, has_declared_effect
 from gt_passes.analysis.aliasing import AliasClasses, written_nodes
@@ -61,6 +61,7 @@ class ShareAllGathers(GraphPass):
 
     name: ClassVar[str] = "share-all-gathers"
     numerics: ClassVar[Numerics] = "bitwise"
+    mesh_axes: ClassVar[frozenset[MeshAxis]] = SHARD_AXES
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({*STEP_GRAPHS, "STAGE", *JOINT_GRAPHS})
     only_cleans_up: ClassVar[bool] = True
     provides: ClassVar[frozenset[Fact]] = frozenset({ONE_ALL_GATHER_PER_PARAMETER})

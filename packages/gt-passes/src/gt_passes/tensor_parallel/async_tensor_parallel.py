@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gt_config.graph_kinds import COMPUTING_ACTIONS, JOINT_GRAPHS, STEP_GRAPHS, GraphKind
+from gt_config.graph_kinds import COMPUTING_ACTIONS, JOINT_GRAPHS, STEP_GRAPHS, GraphKind, MeshAxis
 from gt_config.numerics import Numerics
 from gt_passes._torch_compilation_internals import load_symmetric_memory_operators
 from gt_passes._torch_internals import FakeTensorMode, value_of
@@ -76,6 +76,7 @@ class AsyncTensorParallel(GraphPass):
 
     name: ClassVar[str] = "async-tensor-parallel"
     numerics: ClassVar[Numerics] = "reordered"
+    mesh_axes: ClassVar[frozenset[MeshAxis]] = frozenset({"tp"})
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset(
         {*STEP_GRAPHS, *JOINT_GRAPHS, *COMPUTING_ACTIONS}
     )

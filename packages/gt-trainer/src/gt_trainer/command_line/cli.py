@@ -59,6 +59,7 @@ from gt_trainer.startup import PROCESS_START_VARIABLE
 
 if TYPE_CHECKING:
     from gt_passes.simulation import Hardware
+    from gt_trainer.preflight.plain_settings import TypedFlags
     from gt_trainer.trainer import GraphTrainer
 
 _BAD_INPUT = 2
@@ -172,19 +173,25 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
         from gt_trainer.command_line import overrides
         from gt_trainer.command_line.what_is_left import left_by_ended, results_of
         from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
-        from gt_trainer.preflight import preflight, settled_defaults
+        from gt_trainer.preflight import plain_settings, preflight, settled_defaults
         from gt_trainer.run_lock import use_of
     if command.action == "help-all":
         return _print(help_text(overrides.help_entries(config)))
+    configured = plain_settings.settings_of(config)
     config = overrides.apply_overrides(config, command.overrides)
     asked = flags_given(command.overrides)
+    typed = plain_settings.TypedFlags(names=command.typed_flags, configured=configured)
     if command.action == "dry-run":
-        return _dry_run(config, world_size, asked=asked, command=command)
+        return _dry_run(config, world_size, asked=asked, typed=typed, command=command)
     if command.action == "plan":
         return _plan(config, command)
     if command.action == "precompile":
         return _precompile(
-            config, world_size, asked=asked, hardware=_planning_hardware(command, config)
+            config,
+            world_size,
+            asked=asked,
+            typed=typed,
+            hardware=_planning_hardware(command, config),
         )
     hardware = _planning_hardware(command, config)
     by_hand = _pipeline_by_hand(config, world_size, asked=asked)
@@ -194,6 +201,7 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
             config,
             world_size,
             num_local_ranks=num_ranks if rendezvous is None else rendezvous.local_world_size,
+            typed=typed,
         )
     finished = _already_finished(config)
     if finished is not None:
@@ -336,7 +344,12 @@ def _hints() -> list[str]:
 
 
 def _dry_run(
-    config: GraphTrainer.Config, world_size: int, *, asked: Collection[str], command: CommandLine
+    config: GraphTrainer.Config,
+    world_size: int,
+    *,
+    asked: Collection[str],
+    typed: TypedFlags,
+    command: CommandLine,
 ) -> int:
     from gt_trainer.device import intended_for
     from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
@@ -357,7 +370,7 @@ def _dry_run(
     with intended_for("cuda"), planned_for(machine):
         by_hand = settled_by_hand(config, world_size, asked=asked)
         config, withdrawn = settle_defaults(config, world_size, asked=asked)
-        check_configuration(config, world_size, will_train=False)
+        check_configuration(config, world_size, will_train=False, typed=typed)
         description = describe_run(config, world_size)
     _print(_lines(withdrawn, description) + _precisions(config))
     from gt_trainer.dry_run.dry_run import dry_run
@@ -403,6 +416,7 @@ def _precompile(
     world_size: int,
     *,
     asked: Collection[str],
+    typed: TypedFlags,
     hardware: Hardware | None,
 ) -> int:
     from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
@@ -412,7 +426,7 @@ def _precompile(
 
     config, withdrawn = settle_defaults(config, world_size, asked=asked)
     with planned_for(PlannedMachine(hardware=hardware)):
-        check_configuration(config, world_size, will_train=False)
+        check_configuration(config, world_size, will_train=False, typed=typed)
     _print(_lines(withdrawn, describe_run(config, world_size)) + _precisions(config))
 
     def report() -> None:

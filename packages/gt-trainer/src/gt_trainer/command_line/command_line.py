@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,11 @@ from gt_trainer.command_line.plan_options import (
     PlanOptions,
     plan_options,
 )
-from gt_trainer.command_line.short_names import SHORT_NAMES, written_out
+from gt_trainer.command_line.short_names import (
+    SHORT_NAMES,
+    contradictory_spellings,
+    written_out,
+)
 from gt_trainer.command_line.usage import USAGE
 from gt_trainer.launcher.rendezvous import Rendezvous
 from gt_trainer.models.catalog import CATALOG, CatalogEntry
@@ -126,6 +131,12 @@ class CommandLine:
     folder: Path | None = None
     """Of ``report``, the dump folder of the run."""
 
+    @property
+    def typed_flags(self) -> frozenset[str]:
+        """The flags of the configuration that the user typed, without those of a published run."""
+        published = 0 if self.published is None else len(self.published.flags)
+        return flags_given(self.overrides[published:])
+
 
 @dataclass(slots=True)
 class _Reading:
@@ -134,6 +145,8 @@ class _Reading:
     actions: list[CommandAction] = field(default_factory=list)
     values: dict[str, str] = field(default_factory=dict)
     overrides: list[str] = field(default_factory=list)
+    typed: list[str] = field(default_factory=list)
+    """The overrides, with short names as they are."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -301,6 +314,7 @@ def _read(arguments: Sequence[str]) -> _Reading:
         elif option in _FLAGS:
             reading.problems.append(f"{option} takes no value, and was given {value!r}")
         elif option not in _VALUED:
+            reading.typed.append(argument)
             reading.overrides.append(written_out(argument))
         elif option in reading.values:
             reading.problems.append(f"{option} is given twice")
@@ -339,6 +353,7 @@ def _check_overrides(reading: _Reading) -> None:
             rest.append(argument)
     if reading.values.get("--module", _DEFAULT_MODULE) in CATALOG:  # others may have more flags
         reading.problems += explain_flags(rest)
+    reading.problems += contradictory_spellings(reading.typed)
 
 
 def _choose_action(reading: _Reading) -> CommandAction:
@@ -457,6 +472,11 @@ def _choose_config(reading: _Reading) -> tuple[str, str]:
     if module is not None and (module.endswith(".py") or os.sep in module):
         dotted = ".".join(Path(module).with_suffix("").parts)
         reading.problems.append(f"--module {module} is a path: give the module, --module {dotted}")
+        return module, config or ""
+    if module is not None and module.partition(".")[0] in sys.stdlib_module_names:
+        reading.problems.append(
+            f"--module {module} is of Python's standard library, which has no configurations"
+        )
         return module, config or ""
     if module is not None and is_own_module(module):
         if config is None:

@@ -20,9 +20,11 @@ from gt_config.option_paths import default_option, with_option
 from gt_trainer.command_line.command_line import CommandLine, UsageError
 from gt_trainer.command_line.known_flags import KnownSettings, known_settings, typed_values
 from gt_trainer.models.catalog import CATALOG
+from gt_trainer.preflight.option_declarations import RunNumbers, Settings
 from gt_trainer.preflight.plain_settings import (
-    Settings,
+    TypedFlags,
     number_violations,
+    option_violations,
     topology_of_settings,
 )
 
@@ -64,16 +66,19 @@ def refuse_early(command: CommandLine, world_size: int) -> None:
             for flag in settings
             if flag.startswith(_OVERLAP)
         }
-    found = _violations(settings, world_size, known)
+    flags = TypedFlags(names=command.typed_flags, configured=known.values)
+    found = _violations(settings, world_size, known, flags)
     for count in range(1, len(defaults) + 1):
         for chosen in combinations(defaults.items(), count):
-            among = _violations(settings | dict(chosen), world_size, known)
+            among = _violations(settings | dict(chosen), world_size, known, flags)
             found = [each for each in found if each in among]
     if found:
         raise UsageError(f"{ConfigError(found)}\n{_NOT_YET}")
 
 
-def _violations(settings: Settings, world_size: int, known: KnownSettings) -> list[Violation]:
+def _violations(
+    settings: Settings, world_size: int, known: KnownSettings, typed: TypedFlags
+) -> list[Violation]:
     topology = topology_of_settings(settings, world_size)
     options = CompileConfig()
     for flag, value in settings.items():
@@ -83,5 +88,8 @@ def _violations(settings: Settings, world_size: int, known: KnownSettings) -> li
             options = with_option(options, flag.removeprefix(_COMPILE), own)
     return [
         *find_violations(options, topology, known_passes=known.passes),
+        *option_violations(
+            RunNumbers(settings=settings, topology=topology, model=known.model), typed=typed
+        ),
         *number_violations(settings, topology, model=known.model),
     ]

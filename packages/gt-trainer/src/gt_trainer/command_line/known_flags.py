@@ -18,12 +18,11 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from gt_trainer.command_line.near_matches import did_you_mean
-from gt_trainer.preflight.plain_settings import ModelNumbers
+from gt_trainer.preflight.option_declarations import ModelNumbers
 
 TABLE = Path(__file__).with_suffix(".json")
 """File with the help on every flag, and the versions that it was made with."""
@@ -37,6 +36,7 @@ PACKAGE = str(Path(__file__).parents[1])
 _FLAG_NAME = re.compile(r"--[\w.]+")
 _CHOICE = re.compile(r"• (\w+):")
 _SEPARATED = "A,B,C,..."
+_NUMBERS = "[FLOAT [FLOAT ...]]"
 _KINDS: Mapping[str, tuple[Callable[[str], object], str]] = {
     "INT": (int, "an integer"),
     "FLOAT": (float, "a number"),
@@ -56,8 +56,9 @@ def explain_flags(arguments: Iterable[str]) -> list[str]:
     kinds = {name: kind for entry in entries.values() for name, kind in _named(entry)}
     own_flags = {f"--{choice}" for entry in entries.values() for choice in _CHOICE.findall(entry)}
     problems: list[str] = []
-    for typed, value in _pairs(list(arguments)):
+    for typed, values in typed_pairs(arguments):
         name = with_underscores(typed)
+        value = values[0] if values else None
         if name in kinds:
             problems += _explain_value(name, value, kinds[name])
         elif not name.startswith("--tyro_") and name.rpartition(".")[0] not in own_flags:
@@ -108,6 +109,12 @@ def known_settings(config: str) -> KnownSettings | None:
     )
 
 
+def flag_kinds() -> dict[str, str]:
+    """Return what each flag takes, as INT or {a,b}; empty for a switch. Nothing if not known."""
+    entries = _entries(None) or {}
+    return {name: kind for entry in entries.values() for name, kind in _named(entry)}
+
+
 def typed_values(arguments: Iterable[str]) -> dict[str, object]:
     """Return the values that were typed, as far as their flags say how to read them.
 
@@ -117,10 +124,9 @@ def typed_values(arguments: Iterable[str]) -> dict[str, object]:
     Args:
         arguments: Flags and values as typed, without our own options.
     """
-    entries = _entries(None) or {}
-    kinds = {name: kind for entry in entries.values() for name, kind in _named(entry)}
+    kinds = flag_kinds()
     values: dict[str, object] = {}
-    for typed, text in _pairs(list(arguments)):
+    for typed, texts in typed_pairs(arguments):
         name = with_underscores(typed)
         if name not in kinds:
             continue
@@ -128,10 +134,33 @@ def typed_values(arguments: Iterable[str]) -> dict[str, object]:
             group, _, last = name.rpartition(".")
             is_on = f"{group}.no_{last}" in kinds
             values[name if is_on else f"{group}.{last.removeprefix('no_')}"] = is_on
-        elif text is not None:
+        elif kinds[name] == _NUMBERS:
             with contextlib.suppress(ValueError):
-                values[name] = _read_value(text, kinds[name])
+                values[name] = tuple(map(float, texts))
+        elif texts:
+            with contextlib.suppress(ValueError):
+                values[name] = _read_value(texts[0], kinds[name])
     return values
+
+
+def typed_pairs(arguments: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each flag as typed, with its values.
+
+    Args:
+        arguments: Flags and values as typed.
+    """
+    found: tuple[str, list[str]] | None = None
+    for argument in arguments:
+        if not argument.startswith("--"):
+            if found is not None:
+                found[1].append(argument)
+            continue
+        if found is not None:
+            yield found
+        name, has_value, value = argument.partition("=")
+        found = name, [value] * bool(has_value)
+    if found is not None:
+        yield found
 
 
 def help_text(entries: Mapping[str, str]) -> str:
@@ -176,14 +205,6 @@ def _named(entry: str) -> Iterator[tuple[str, str]]:
         names = _FLAG_NAME.findall(head.partition(" {")[0])
         kind = head.partition(names[-1])[2].strip(", ")
         yield from ((name, kind) for name in names)
-
-
-def _pairs(arguments: list[str]) -> Iterator[tuple[str, str | None]]:
-    """Each flag as typed, with its first value."""
-    for argument, following in pairwise([*arguments, "--"]):
-        name, has_value, value = argument.partition("=")
-        if name.startswith("--"):
-            yield name, value if has_value else None if following.startswith("--") else following
 
 
 def _read_value(text: str, kind: str) -> object:

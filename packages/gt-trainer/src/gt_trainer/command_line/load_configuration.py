@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import os
+import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gt_trainer.command_line.command_line import CommandLine, UsageError
 from gt_trainer.command_line.near_matches import did_you_mean
@@ -59,18 +61,32 @@ def load_configuration(command: CommandLine) -> GraphTrainer.Config:
         needs = f"it needs the Python module {error.name!r}, which is not there"
         its_own = name == error.name or name.startswith(f"{error.name}.")
         raise UsageError(f"--module {name}: {missing if its_own else needs}") from None
-    function = getattr(module, command.config, None)
-    if not callable(function):
+    except Exception as error:
+        if not is_own_module(command.module):
+            raise
+        raise UsageError(f"--module {name} cannot be imported: {_told(error)}") from None
+    function: Any = getattr(module, command.config, None)
+    if not _takes_nothing(function):
         functions = [
             key
             for key, value in vars(module).items()
-            if callable(value) and not isinstance(value, type) and not key.startswith("_")
+            if _takes_nothing(value) and not key.startswith("_")
         ]
+        if function is not None:
+            raise UsageError(
+                f"{name}.{command.config} is no function in Python that takes no arguments and "
+                f"returns a configuration.{did_you_mean(command.config, functions)}"
+            )
         raise UsageError(
             f"module {name!r} has no function {command.config!r}."
             f"{did_you_mean(command.config, functions)}"
         )
-    config = function()
+    try:
+        config = function()
+    except Exception as error:
+        if not is_own_module(command.module):
+            raise
+        raise UsageError(f"{name}.{command.config}() failed: {_told(error)}") from None
     if isinstance(config, Trainer.Config) and not isinstance(config, GraphTrainer.Config):
         config = _adapted(config, name, command.config)
     if not isinstance(config, GraphTrainer.Config):
@@ -91,6 +107,24 @@ def load_configuration(command: CommandLine) -> GraphTrainer.Config:
         return _with_own_folder(config, command.published.name)
     own = is_own_module(command.module)
     return _with_own_folder(config, f"{name}.{command.config}" if own else command.config)
+
+
+def _takes_nothing(function: Any) -> bool:
+    """Whether it is a function in Python that may be called without arguments."""
+    if isinstance(function, type) or not callable(function) or inspect.isbuiltin(function):
+        return False
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _told(error: Exception) -> str:
+    """Return an error with the line of the user's module that it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def _of_hugging_face(folder: Path) -> GraphTrainer.Config:

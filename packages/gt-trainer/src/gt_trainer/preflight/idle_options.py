@@ -11,7 +11,7 @@ Design: docs/decisions/0020-where-passes-run.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast, get_args
 
@@ -36,6 +36,17 @@ from gt_trainer.steps.recipe import ReshardChoice, graphs_of, passes_of
 _COMPILE = "--compile."
 _RESHARD = "--parallelism.fsdp_reshard_after_forward"
 PIPELINE = "--parallelism.pipeline_parallel_degree"
+_DATA_PARALLEL = "--parallelism.data_parallel_shard_degree"
+_REPLICATED = "--parallelism.data_parallel_replicate_degree"
+_TENSOR_PARALLEL = "--parallelism.tensor_parallel_degree"
+_DEGREES = {
+    PIPELINE: "pp",
+    _DATA_PARALLEL: "dp_shard",
+    _REPLICATED: "dp_replicate",
+    _TENSOR_PARALLEL: "tp",
+}
+"""Axes of the mesh that decide whether an option does something, by the flags of their degrees."""
+
 _NAMES = ("passes", "disable_passes")
 
 
@@ -46,6 +57,8 @@ class RunOptions:
     options: CompileConfig
     topology: Topology
     reshard_after_forward: ReshardChoice = "default"
+    looks_at_mesh: bool = True
+    """Whether passes are left out that find no collective on the axes of this run's mesh."""
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -59,8 +72,8 @@ class RunOptions:
 
     def value(self, flag: str) -> object:
         """What the option is set to."""
-        if flag == PIPELINE:
-            return self.topology.pp
+        if flag in _DEGREES:
+            return getattr(self.topology, _DEGREES[flag])
         if flag == _RESHARD:
             return self.reshard_after_forward
         return option_at(self.options, flag.removeprefix(_COMPILE))
@@ -81,25 +94,39 @@ class RunOptions:
 
     def changed(self, flag: str, value: object) -> RunOptions:
         """The same run with another value of one option."""
-        if flag == PIPELINE:
+        if flag in _DEGREES:
             assert isinstance(value, int)
-            world = self.topology.world // self.topology.pp * value
-            return replace(self, topology=replace(self.topology, pp=value, world=world))
+            axis = _DEGREES[flag]
+            world = self.topology.world // getattr(self.topology, axis) * value
+            return replace(self, topology=replace(self.topology, **{axis: value, "world": world}))
         if flag == _RESHARD:
             return replace(self, reshard_after_forward=cast(ReshardChoice, value))
         return replace(self, options=with_option(self.options, flag.removeprefix(_COMPILE), value))
 
     def passes(self) -> dict[GraphKind, tuple[GraphPass, ...]]:
-        """What passes run on each graph.
+        """Return the passes that run on each graph.
 
         Raises:
             RecipeError: passes that were added or left out by name do not fit the others.
             PassOrderError: likewise.
         """
         return {
-            graph: passes_of(self.options, graph, reshard_after_forward=self.reshard_after_forward)
+            graph: tuple(
+                each
+                for each in passes_of(
+                    self.options, graph, reshard_after_forward=self.reshard_after_forward
+                )
+                if self._finds_work(each)
+            )
             for graph in self.graphs
         }
+
+    def _finds_work(self, graph_pass: GraphPass) -> bool:
+        """Whether there are collectives for the pass; a plan may make them on any axis."""
+        axes = graph_pass.mesh_axes
+        if not axes or not self.looks_at_mesh or self.options.autoparallel:
+            return True
+        return any(getattr(self.topology, axis) > 1 for axis in axes)
 
 
 def read_elsewhere(run: RunOptions) -> Iterator[str]:
@@ -135,6 +162,7 @@ def idle_option_violations(
     topology: Topology,
     *,
     reshard_after_forward: ReshardChoice = "default",
+    asked: Collection[str] = (),
 ) -> Iterator[Violation]:
     """Every option that was set and does nothing; what is malformed is left to ``gt_config``.
 
@@ -142,6 +170,8 @@ def idle_option_violations(
         options: of the run.
         topology: of the run.
         reshard_after_forward: torchtitan's option.
+        asked: flags that the user typed. Others may do nothing for want of ranks alone: a
+            configuration is used with any number of them.
     """
     for path in malformed_options(options, known_passes=known_passes()):
         options = with_option(options, path, default_option(type(options), path))
@@ -158,6 +188,7 @@ def idle_option_violations(
         value, default = run.value(flag), run.default(flag)
         if value == default:
             continue
+        run = replace(run, looks_at_mesh=flag in asked)
         if not _does_something(run, flag):
             allowed = f"its default {default!r}"
             yield _violation(run, flag, value, allowed=allowed, what="the option")
@@ -237,10 +268,15 @@ def _causes(run: RunOptions, flag: str, value: object) -> Iterator[tuple[str, li
     candidates: list[tuple[str, tuple[object, ...]]] = [
         (other, run.choices(other) or ((),) * isinstance(run.value(other), tuple))
         for other in run.flags
-        if other != flag
+        if other != flag and not (run.looks_at_mesh and other == f"{_COMPILE}autoparallel")
     ]
     if run.topology.pp > 1:
         candidates.insert(0, (PIPELINE, (1,)))
+    candidates[:0] = [
+        (degree, (2,))
+        for degree in (_DATA_PARALLEL, _REPLICATED, _TENSOR_PARALLEL)
+        if run.looks_at_mesh and run.value(degree) == 1
+    ]
     for other, choices in candidates:
         values = [
             choice

@@ -5,6 +5,8 @@ A dry run asks none of this.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
 import math
 import os
@@ -29,9 +31,11 @@ from gt_trainer.device import available_memory_bytes, installed_device_type
 from gt_trainer.preflight.checkpoint_folder import check_checkpoints
 from gt_trainer.preflight.cuda_violations import cuda_violations
 from gt_trainer.preflight.quantization_violations import device_violations
+from gt_trainer.step_folders import newest_checkpoint
 from gt_trainer.trainer import GraphTrainer
 
 _LEAVE_OUT = "leave the flag out"
+_LONGEST_NAME = 255
 
 
 def machine_violations(
@@ -48,10 +52,12 @@ def machine_violations(
     if installed_device_type() == "cuda":
         yield from cuda_violations(config)
     yield from _options_for_another_device(config)
+    yield from _missing_packages(config)
     yield from device_violations(config)
     yield from _masks_exceed_memory(config, num_local_ranks or 1, context_parallel=topology.cp)
     num_readers = topology.dp_replicate * topology.dp_shard
     yield from _unusable_folders(config, num_readers)
+    yield from _missing_weights(config)
     yield from _unusable_tokenizer(config)
     tokens_of_reader = config.training.local_batch_size * config.training.seq_len
     sections = [("--dataloader", config.dataloader)]
@@ -73,6 +79,17 @@ def _missing_devices(num_local_ranks: int | None) -> Iterator[Violation]:
             value=num_local_ranks,
             allowed=f"at most {num_devices}, one process for each {installed_device_type()} device",
             fix="use fewer processes, or GT_DEVICE=cpu",
+        )
+
+
+def _missing_packages(config: GraphTrainer.Config) -> Iterator[Violation]:
+    """Refuse what the log alone would say: torchtitan goes on without Weights & Biases."""
+    if config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
+        yield Violation(
+            flag="--metrics.enable_wandb",
+            value=True,
+            allowed="False: the package wandb is not installed",
+            fix="install wandb, or drop the option",
         )
 
 
@@ -140,6 +157,14 @@ def _masks_exceed_memory(
 
 
 def _unusable_folders(config: GraphTrainer.Config, num_readers: int) -> Iterator[Violation]:
+    if filesystem.is_remote(config.dump_folder):
+        yield Violation(
+            flag="--dump_folder",
+            value=config.dump_folder,
+            allowed="a folder of this machine: logs and metrics are written as they come",
+            fix="choose one; --checkpoint.folder may be on a remote file system",
+        )
+        return
     unwritable = _why_unwritable(config.dump_folder)
     if unwritable is not None:
         yield Violation(
@@ -160,15 +185,22 @@ def _unusable_folders(config: GraphTrainer.Config, num_readers: int) -> Iterator
                 allowed="a folder, or one that can be made",
                 fix=f"{unwritable}: choose another folder",
             )
-    profiler = config.profiler
-    traces = filesystem.join(config.dump_folder, profiler.save_traces_folder)
-    if profiler.enable_profiling and (unwritable := _why_unwritable(traces)) is not None:
-        yield Violation(
-            flag="--profiler.save_traces_folder",
-            value=profiler.save_traces_folder,
-            allowed="a folder that can be made and written, in the dump folder or absolute",
-            fix=f"{unwritable}: choose another folder",
-        )
+    for flag, value, is_used in _written_folders(config):
+        unwritable = _why_unwritable(filesystem.join(config.dump_folder, value))
+        if filesystem.is_remote(value) and flag != "--checkpoint.folder":
+            unwritable = "it is written as a folder of this machine"
+        if is_used and unwritable is not None:
+            yield Violation(
+                flag=flag,
+                value=value,
+                allowed="a folder that can be made and written, in the dump folder or absolute",
+                fix=f"{unwritable}: choose another folder",
+            )
+    yield from _unwritable_settings(config)
+    if config.checkpoint.enable and _why_unwritable(
+        filesystem.join(config.dump_folder, config.checkpoint.folder)
+    ):
+        return
     if config.checkpoint.enable:
         yield from check_checkpoints(
             config.checkpoint,
@@ -179,9 +211,77 @@ def _unusable_folders(config: GraphTrainer.Config, num_readers: int) -> Iterator
         )
 
 
-def _unusable_tokenizer(config: GraphTrainer.Config) -> Iterator[Violation]:
-    if filesystem.is_remote(config.hf_assets_path):
+def _unwritable_settings(config: GraphTrainer.Config) -> Iterator[Violation]:
+    settings = config.debug.save_config_file
+    if settings is None:
         return
+    path = Path(config.dump_folder, settings)
+    if filesystem.is_remote(settings):
+        why: str | None = "it is written as a file of this machine"
+    elif not (why := _why_unwritable(str(path))) and path.is_dir():
+        why = f"{path} is a folder"
+    elif path.is_file():
+        return
+    if why is not None:
+        yield Violation(
+            flag="--debug.save_config_file",
+            value=settings,
+            allowed="a file that can be made and written, in the dump folder or absolute",
+            fix=f"{why}: choose another name",
+        )
+
+
+def _missing_weights(config: GraphTrainer.Config) -> Iterator[Violation]:
+    """Without a path, weights in Hugging Face's form are read from beside the tokenizer."""
+    checkpoint, spec = config.checkpoint, config.model_spec
+    initial = checkpoint.initial_load_path
+    if checkpoint.enable and initial is not None and filesystem.is_remote(initial):
+        unreachable = _why_unreachable(initial)
+        if unreachable is not None:
+            yield Violation(
+                flag="--checkpoint.initial_load_path",
+                value=initial,
+                allowed="a folder that this machine can read",
+                fix=f"{unreachable}: install it, or choose another folder",
+            )
+    if not checkpoint.enable or not checkpoint.initial_load_in_hf:
+        return
+    if newest_checkpoint(Path(config.dump_folder) / checkpoint.folder) is not None:
+        return
+    why = None
+    if spec is not None and spec.state_dict_adapter is None:
+        why = f"{spec.name} has no state_dict_adapter"
+    elif (
+        checkpoint.initial_load_path is None
+        and not filesystem.is_remote(config.hf_assets_path)
+        and not any(Path(config.hf_assets_path).glob("*.safetensors"))
+    ):
+        why = f"no .safetensors file is in --hf_assets_path {config.hf_assets_path}"
+    if why is not None:
+        yield Violation(
+            flag="--checkpoint.initial_load_in_hf",
+            value=True,
+            allowed=f"False: {why}",
+            fix="use --checkpoint.initial_load_path FOLDER, or drop the option",
+        )
+
+
+def _written_folders(config: GraphTrainer.Config) -> Iterator[tuple[str, str, bool]]:
+    """Yield the folders that a run writes to: flag, value, and whether it does."""
+    profiler, metrics = config.profiler, config.metrics
+    yield "--profiler.save_traces_folder", profiler.save_traces_folder, profiler.enable_profiling
+    yield (
+        "--profiler.save_memory_snapshot_folder",
+        profiler.save_memory_snapshot_folder,
+        profiler.enable_memory_snapshot,
+    )
+    yield "--metrics.save_tb_folder", metrics.save_tb_folder, metrics.enable_tensorboard
+    traces = config.comm.save_traces_folder
+    yield "--comm.save_traces_folder", traces, config.comm.trace_buf_size > 0
+    yield "--checkpoint.folder", config.checkpoint.folder, config.checkpoint.enable
+
+
+def _unusable_tokenizer(config: GraphTrainer.Config) -> Iterator[Violation]:
     problem = _tokenizer_problem(config)
     if problem is not None:
         yield Violation(
@@ -197,7 +297,11 @@ def _tokenizer_problem(config: GraphTrainer.Config) -> str | None:
         "download the tokenizer from the model's page, and give its folder, or to try things out "
         f"the one that is here, {shipped_tokenizer_path()}"
     )
-    if not Path(config.hf_assets_path).is_dir():
+    try:
+        is_folder = Path(config.hf_assets_path).is_dir()
+    except OSError:  # a name that is too long
+        is_folder = False
+    if not is_folder:
         return download
     try:
         num_tokens = _num_tokens(config)
@@ -307,8 +411,11 @@ def _why_unreadable(text: TextSource, *, least_documents: int, num_tokens: int) 
 def _why_unwritable(folder: str) -> str | None:
     """Say why nothing can be written there, None if something can. Changes nothing."""
     if filesystem.is_remote(folder):
-        return None
+        return _why_unreachable(folder)
     path = Path(folder).absolute()
+    too_long = [name for name in path.parts if len(os.fsencode(name)) > _LONGEST_NAME]
+    if too_long:
+        return f"{too_long[0][:40]}... is longer than {_LONGEST_NAME} bytes"
     # The nearest ancestor that exists is where making the folder would begin.
     for existing in (path, *path.parents):
         if not existing.exists():
@@ -319,3 +426,13 @@ def _why_unwritable(folder: str) -> str | None:
             return f"{existing} is not writable"
         return None
     return f"{path.anchor} does not exist"
+
+
+def _why_unreachable(address: str) -> str | None:
+    """Say why a remote file system cannot be used, None if its driver is there."""
+    protocol = address.partition("://")[0]
+    try:
+        importlib.import_module("fsspec").get_filesystem_class(protocol)
+    except (ImportError, ValueError) as error:
+        return f"no driver for {protocol}:// ({error})"
+    return None

@@ -8,58 +8,25 @@ the same rules.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from gt_config import Topology, Violation
-
-Settings = Mapping[str, Any]
-"""Values by flag, as ``--training.steps``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelNumbers:
-    """Numbers of a decoder that the degrees of a run must divide, or must not exceed."""
-
-    heads: Mapping[str, int]
-    """Heads of its attention, as the model's configuration names them: n_heads, n_kv_heads."""
-    max_seq_len: int
-    """Tokens that its positions reach."""
-    num_experts: int | None
-    """Routed experts of the layer that has fewest; None without experts."""
-
+from gt_trainer.preflight.option_declarations import (
+    OPTIONS,
+    ModelNumbers,
+    RunNumbers,
+    Settings,
+    option_of,
+)
 
 _PARALLELISM = "--parallelism."
 _TRAINING = "--training."
 _NUM_CHUNKS = "--loss.num_chunks"
-_GROUPS = "--optimizer.param_groups"
-_JUDGED = (
-    *(
-        _PARALLELISM + kind + "_degree"
-        for kind in (
-            "data_parallel_replicate",
-            "data_parallel_shard",
-            "context_parallel",
-            "tensor_parallel",
-            "expert_parallel",
-            "pipeline_parallel",
-        )
-    ),
-    _PARALLELISM + "pipeline_parallel_microbatch_size",
-    _PARALLELISM + "enable_sequence_parallel",
-    _TRAINING + "local_batch_size",
-    _TRAINING + "global_batch_size",
-    _TRAINING + "seq_len",
-    _TRAINING + "steps",
-    _TRAINING + "gc_freq",
-    _TRAINING + "max_norm",
-    "--metrics.log_freq",
-    "--validator.enable",
-    "--validator.freq",
-    "--lr_scheduler.min_lr_factor",
-    "--compile.autoparallel",
-)
+_OF_THIS_MACHINE = ("--hf_assets_path", "--override.imports")
+_ABSENT: Any = object()
 
 
 def settings_of(config: object) -> dict[str, Any]:
@@ -69,14 +36,18 @@ def settings_of(config: object) -> dict[str, Any]:
         config: A ``torchtitan.trainer.Trainer.Config``, named by no type since this module knows no
             torchtitan.
     """
-    settings = {flag: _value_at(config, flag) for flag in _JUDGED}
-    for index, group in enumerate(_value_at(config, _GROUPS)):
-        for name in ("lr", "weight_decay"):
-            if name in group.optimizer_kwargs:
-                flag = f"{_GROUPS}.{index}.optimizer_kwargs.{name}"
-                settings[flag] = group.optimizer_kwargs[name]
-    num_chunks = getattr(_value_at(config, "--loss"), "num_chunks", None)
-    return settings if num_chunks is None else {**settings, _NUM_CHUNKS: num_chunks}
+    flags = [flag for flag in OPTIONS if flag not in _OF_THIS_MACHINE]
+    settings: dict[str, Any] = {}
+    for flag in (*flags, "--compile.mode", "--compile.autoparallel"):
+        group, item, name = flag.partition(".N.")
+        items = _value_at(config, group) if item else _ABSENT
+        indices = range(0 if items is _ABSENT else len(items)) if item else (None,)
+        for index in indices:
+            own = flag if index is None else f"{group}.{index}.{name}"
+            value = _value_at(config, own)
+            if value is not _ABSENT:
+                settings[own] = value
+    return settings
 
 
 def topology_of_settings(settings: Settings, world_size: int) -> Topology:
@@ -121,6 +92,64 @@ def topology_of_settings(settings: Settings, world_size: int) -> Topology:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TypedFlags:
+    """The flags that a user typed, and the configuration without them."""
+
+    names: frozenset[str] = frozenset()
+    """As the help spells them."""
+    configured: Settings = field(default_factory=lambda: MappingProxyType({}))
+    """Settings of the configuration before they were applied."""
+
+    def changes(self, settings: Settings) -> Settings:
+        """Return the configured values of the flags with which another value was typed.
+
+        A flag that is typed with its configured value changes nothing.
+
+        Args:
+            settings: Those of the configuration with what was typed.
+        """
+        return {
+            flag: self.configured[flag]
+            for flag in sorted(self.names & self.configured.keys() & settings.keys())
+            if _plain(self.configured[flag]) != _plain(settings[flag])
+        }
+
+
+NOTHING_TYPED = TypedFlags()
+
+
+def option_violations(run: RunNumbers, *, typed: TypedFlags) -> Iterator[Violation]:
+    """Yield the typed options that nothing in the run reads, and the values that none may have.
+
+    What a configuration itself sets is not refused where it does nothing.
+
+    Args:
+        run: Its settings, and what decides on them.
+        typed: What the user typed.
+    """
+    changes = typed.changes(run.settings)
+    for flag, value in run.settings.items():
+        option = option_of(flag)
+        if option is None:
+            continue
+        lacking = next((need for need in option.needs if not need.is_met(run)), None)
+        if lacking is not None and flag in changes:
+            yield Violation(
+                flag=flag,
+                value=value,
+                allowed=f"its configured value {changes[flag]!r}, since {lacking.because} and it "
+                "would do nothing",
+                fix=", or ".join(filter(None, ["drop the option", lacking.fix])),
+            )
+            continue
+        is_judged = lacking is None or (isinstance(value, float) and math.isnan(value))
+        if is_judged and option.values is not None and not option.values.accepts(value):
+            yield Violation(
+                flag=flag, value=value, allowed=option.values.text, fix=option.values.fix
+            )
+
+
 def number_violations(
     settings: Settings, topology: Topology, *, model: ModelNumbers | None
 ) -> Iterator[Violation]:
@@ -131,25 +160,13 @@ def number_violations(
         topology: Theirs.
         model: None is not judged.
     """
-    counts = [_TRAINING + "steps", _TRAINING + "gc_freq", "--metrics.log_freq"]
-    if settings["--validator.enable"]:
-        counts.append("--validator.freq")
-    yield from _unsound_counts(settings, counts)
     yield from _uneven_batch(settings[_TRAINING + "global_batch_size"], topology)
-    yield from _unsound_rates(settings)
+    yield from _short_schedule(settings)
     if model is not None:
         yield from _model_does_not_divide(model, topology)
     # A planned step applies the loss to whole logits.
     if _NUM_CHUNKS in settings and not settings["--compile.autoparallel"]:
         yield from _uneven_loss_chunks(settings[_NUM_CHUNKS], topology)
-
-
-def _unsound_counts(settings: Settings, flags: Sequence[str]) -> Iterator[Violation]:
-    for flag in flags:
-        if settings[flag] < 1:
-            yield Violation(
-                flag=flag, value=settings[flag], allowed="1 or more", fix="give 1 or more"
-            )
 
 
 def _uneven_batch(size: int, topology: Topology) -> Iterator[Violation]:
@@ -169,18 +186,15 @@ def _uneven_batch(size: int, topology: Topology) -> Iterator[Violation]:
     )
 
 
-def _unsound_rates(settings: Settings) -> Iterator[Violation]:
-    rates = [flag for flag in settings if flag.startswith(_GROUPS)]
-    for flag in (*rates, "--lr_scheduler.min_lr_factor"):
-        value = settings[flag]
-        if not (math.isfinite(value) and value >= 0):
-            yield Violation(
-                flag=flag, value=value, allowed="a finite number, 0 or more", fix="give one"
-            )
-    max_norm = settings[_TRAINING + "max_norm"]
-    if math.isnan(max_norm) or max_norm < 0:
+def _short_schedule(settings: Settings) -> Iterator[Violation]:
+    """Check that the learning rate is defined for all steps: it turns negative after the last."""
+    total, steps = settings["--lr_scheduler.total_steps"], settings[_TRAINING + "steps"]
+    if total is not None and 0 < total < steps:
         yield Violation(
-            flag=_TRAINING + "max_norm", value=max_norm, allowed="0 or more", fix="give 0 or more"
+            flag="--lr_scheduler.total_steps",
+            value=total,
+            allowed=f"at least --training.steps {steps}: the learning rate ends there",
+            fix=f"use {steps} or more, or leave the flag out",
         )
 
 
@@ -235,6 +249,11 @@ def _uneven_loss_chunks(chunks: int, topology: Topology) -> Iterator[Violation]:
     )
 
 
+def _plain(value: Any) -> Any:
+    """Return a value such that those of JSON equal those of a configuration."""
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
+
+
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
@@ -242,5 +261,10 @@ def _divisors(number: int) -> list[int]:
 def _value_at(config: object, flag: str) -> Any:
     value: Any = config
     for name in flag.removeprefix("--").split("."):
-        value = getattr(value, name)
+        if name.isdecimal():
+            value = value[int(name)]
+        elif isinstance(value, Mapping):
+            value = value.get(name, _ABSENT)
+        else:
+            value = getattr(value, name, _ABSENT)
     return value

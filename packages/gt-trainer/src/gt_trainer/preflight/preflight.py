@@ -10,6 +10,7 @@ A rank may trust a configuration that has passed.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 
 from torchtitan.models.common.attention import VarlenAttention
@@ -30,14 +31,18 @@ from gt_trainer.preflight.export_violations import export_violations
 from gt_trainer.preflight.hugging_face_violations import hugging_face_violations
 from gt_trainer.preflight.idle_options import idle_option_violations
 from gt_trainer.preflight.machine_violations import machine_violations
+from gt_trainer.preflight.model_name_violations import model_name_violations
+from gt_trainer.preflight.option_declarations import ModelNumbers, RunNumbers
 from gt_trainer.preflight.pipeline_violations import pipeline_violations
 from gt_trainer.preflight.placement_violations import (
     autoparallel_violations,
     unsupported_placement,
 )
 from gt_trainer.preflight.plain_settings import (
-    ModelNumbers,
+    NOTHING_TYPED,
+    TypedFlags,
     number_violations,
+    option_violations,
     settings_of,
     topology_of_settings,
 )
@@ -58,6 +63,7 @@ def check_configuration(
     *,
     num_local_ranks: int | None = None,
     will_train: bool = True,
+    typed: TypedFlags = NOTHING_TYPED,
 ) -> None:
     """Refuse a run that cannot work.
 
@@ -66,11 +72,12 @@ def check_configuration(
         world_size: Ranks of the whole job.
         num_local_ranks: Ranks that will share this machine's devices; None if unknown.
         will_train: Whether it will read and write files; False for a dry run.
+        typed: What the user typed: these flags are refused where they would do nothing.
 
     Raises:
         ConfigError: Lists everything that is wrong.
     """
-    violations = list(configuration_violations(config, world_size))
+    violations = list(configuration_violations(config, world_size, typed=typed))
     topology = topology_of(config, world_size)
     violations += torchao_violations(config)
     if will_train:
@@ -80,18 +87,22 @@ def check_configuration(
         violations += _not_dry_run(config)
         violations += untraceable_violations(config)
     if not violations:  # for these build the model
+        violations += model_name_violations(config)
         violations += plan_file_violations(config, topology)
         violations += budget_violations(config, topology)
     if violations:
         raise ConfigError(violations)
 
 
-def configuration_violations(config: GraphTrainer.Config, world_size: int) -> Iterator[Violation]:
-    """Everything that is wrong with a run on whatever machine.
+def configuration_violations(
+    config: GraphTrainer.Config, world_size: int, *, typed: TypedFlags = NOTHING_TYPED
+) -> Iterator[Violation]:
+    """Yield everything that is wrong with a run, whatever the machine is.
 
     Args:
         config: The finished configuration. Not changed.
         world_size: Ranks of the whole job.
+        typed: As for ``check_configuration``.
     """
     topology = topology_of(config, world_size)
     violations = find_violations(config.compile, topology, known_passes=known_passes())
@@ -101,6 +112,7 @@ def configuration_violations(config: GraphTrainer.Config, world_size: int) -> It
         config.compile,
         topology,
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+        asked=typed.names,
     )
     # gt-config refuses some of these too, and knows better why.
     yield from (each for each in idle if each.flag not in told)
@@ -110,8 +122,16 @@ def configuration_violations(config: GraphTrainer.Config, world_size: int) -> It
         config.parallelism, config.training, activation_checkpoint=config.activation_checkpoint
     )
     yield from _unsupported_options(config)
-    yield from number_violations(settings_of(config), topology, model=model_numbers_of(config))
+    settings, model = settings_of(config), model_numbers_of(config)
+    yield from option_violations(
+        RunNumbers(
+            settings=settings, topology=topology, model=model, device=intended_device_type()
+        ),
+        typed=typed,
+    )
+    yield from number_violations(settings, topology, model=model)
     yield from _unsound_profiler(config)
+    yield from _unknown_overrides(config)
     yield from _exchanges_of_unknown_operators(config)
     yield from _shapes_of_documents(config)
     yield from pipeline_violations(config)
@@ -225,34 +245,36 @@ def _shapes_of_documents(config: GraphTrainer.Config) -> Iterator[Violation]:
         )
 
 
+def _unknown_overrides(config: GraphTrainer.Config) -> Iterator[Violation]:
+    """Import what the run would import, and look for the functions that are named."""
+    # torchtitan has no public name for what was registered.
+    registered = vars(importlib.import_module("torchtitan.config.override"))["_REGISTRY"]
+    for entry in config.override.imports:
+        target = entry if isinstance(entry, str) else entry[0]
+        module, _, function = target.rpartition(".")
+        why = f"module {module!r} has no override of that name"
+        try:
+            found = getattr(importlib.import_module(module), function, None) if module else None
+        except Exception as error:  # noqa: BLE001  # a module that fails to load raises anything
+            found, why = None, f"{type(error).__name__}: {error}"
+        if found is None or target not in registered:
+            yield Violation(
+                flag="--override.imports",
+                value=target,
+                allowed="the path MODULE.FUNCTION of a function with torchtitan's @override",
+                fix=f"correct it ({why})",
+            )
+
+
 def _unsound_profiler(config: GraphTrainer.Config) -> Iterator[Violation]:
-    """When training starts, torchtitan and torch.profiler refuse these by ``assert``."""
+    """When training starts, torchtitan refuses this by ``assert``."""
     profiler = config.profiler
-    least: list[tuple[str, int | None, int]] = []
-    if profiler.enable_profiling:
-        least += [
-            ("profiler_warmup", profiler.profiler_warmup, 0),
-            ("profiler_active", profiler.profiler_active, 1),
-            ("profiler_repeat", profiler.profiler_repeat, 0),
-            ("profiler_skip_first", profiler.profiler_skip_first, 0),
-        ]
-        cycle = profiler.profiler_warmup + profiler.profiler_active
-        if profiler.profile_freq < cycle:
-            yield Violation(
-                flag="--profiler.profile_freq",
-                value=profiler.profile_freq,
-                allowed=f"at least profiler_warmup {profiler.profiler_warmup} + profiler_active "
-                f"{profiler.profiler_active} = {cycle}",
-                fix=f"use {cycle}, or smaller ones",
-            )
-    if profiler.enable_memory_snapshot:
-        least.append(("memory_snapshot_freq", profiler.memory_snapshot_freq, 1))
-        least.append(("profile_freq", profiler.profile_freq, 1))
-    for name, value, minimum in least:
-        if value is not None and value < minimum:
-            yield Violation(
-                flag=f"--profiler.{name}",
-                value=value,
-                allowed=f"{minimum} or more",
-                fix=f"give {minimum} or more",
-            )
+    cycle = profiler.profiler_warmup + profiler.profiler_active
+    if profiler.enable_profiling and profiler.profile_freq < cycle:
+        yield Violation(
+            flag="--profiler.profile_freq",
+            value=profiler.profile_freq,
+            allowed=f"at least profiler_warmup {profiler.profiler_warmup} + profiler_active "
+            f"{profiler.profiler_active} = {cycle}",
+            fix=f"use {cycle}, or smaller ones",
+        )
