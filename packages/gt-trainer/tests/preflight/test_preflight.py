@@ -195,7 +195,7 @@ def test_learning_rates_are_finite_and_not_negative(tmp_path, value):
     assert refusal(changed(config, tmp_path), 1) == (
         "the configuration has 1 problem:\n"
         f"  1. --optimizer.param_groups.0.optimizer_kwargs.lr is {value}\n"
-        "     allowed: a finite number, 0 or more\n"
+        "     allowed: a finite number, 0 or more and at most 1,000\n"
         "     fix: give one"
     )
 
