@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gt_pipeline.errors import StageCaptureError, StageInputError
 from gt_pipeline.graph import GraphPipelineStage
-from gt_pipeline.runner import MicrobatchInputs
+from gt_pipeline.runner import ActivationSignature, MicrobatchInputs
 from gt_trace import CaptureError, StateMismatchError
 
 NOTHING = MicrobatchInputs()
@@ -88,6 +88,46 @@ def test_a_backward_outside_of_the_captures_autocast_is_the_same() -> None:
         eager = module(x)
     eager.backward(gradient)
     assert all(torch.equal(each, x.grad) for each in found)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
+def test_a_recurrent_stage_has_the_gradients_of_eager() -> None:
+    module, x, gradient = Recurrent(), torch.randn(3, 2, WIDTH), torch.randn(3, 2, WIDTH)
+    signature = ActivationSignature(shape=(3, 2, WIDTH), dtype=torch.float32, requires_grad=True)
+    stage = middle(module, activations=[signature])
+    with torch.no_grad():
+        (output,) = stage.forward(0, (x,), NOTHING)
+        (found,) = stage.full_backward(0, (gradient,))
+    x.requires_grad_()
+    eager = module(x)
+    assert torch.equal(output, eager)
+    assert torch.equal(found, torch.autograd.grad(eager, x, gradient)[0])
+
+
+class Placing(nn.Module):
+    def forward(self, x: Tensor, *, placed: Tensor, factor: Tensor) -> Tensor:
+        return x * factor.view(-1) + placed.as_strided((1,), (1,), 1)
+
+
+def test_a_microbatch_of_other_strides_is_copied_or_refused_if_its_memory_is_read() -> None:
+    placed, factor, x = torch.randn(2, 3), torch.randn(2, WIDTH // 2), rows()
+    stage = middle(Placing(), inputs=MicrobatchInputs(kwargs={"placed": placed, "factor": factor}))
+    turned = torch.randn(WIDTH // 2, 2).t()
+    given = MicrobatchInputs(kwargs={"placed": placed, "factor": turned})
+    (output,) = stage.forward(0, (x,), given)
+    assert torch.equal(output, x * turned.reshape(-1) + placed[0, 1])
+    stage.discard()
+    given = MicrobatchInputs(kwargs={"placed": torch.zeros(3, 2).t(), "factor": factor})
+    with pytest.raises(StageInputError, match=r"placed'\]: strides \[1, 2\], .*by as_strided;"):
+        stage.forward(0, (x,), given)
 
 
 def test_evaluation_follows_the_mode_of_every_part_and_autocast() -> None:

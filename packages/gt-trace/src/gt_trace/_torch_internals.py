@@ -295,6 +295,28 @@ def track(tensor: torch.Tensor, node: Node, tracer: Any) -> None:
     track_tensor(tensor, torch.fx.Proxy(node, tracer), constant=None, tracer=tracer)
 
 
+def function_modes() -> tuple[str, ...]:
+    """Return names of the ``TorchFunctionMode`` in force, outermost first; no public way to ask.
+
+    Those of this project, which watch captures, are left out.
+    """
+    count = torch._C._len_torch_function_stack()
+    if count == 0:
+        return ()
+    modes: list[Any] = [torch._C._get_function_stack_at(index) for index in range(count)]
+    return tuple(
+        f"{type(mode).__name__} {getattr(mode, 'device', '')}".strip()  # that of a default device
+        for mode in modes
+        if not type(mode).__module__.startswith("gt_")
+    )
+
+
+def below_autograd() -> AbstractContextManager[object]:
+    """Inside, operators run without autograd although it is enabled; no public way to say so."""
+    context: AbstractContextManager[object] = torch._C._AutoDispatchBelowAutograd()
+    return context
+
+
 def num_dispatch_modes() -> int:
     """Return how many modes see every operator now, that of fake tensors included."""
     return torch._C._len_torch_dispatch_stack()

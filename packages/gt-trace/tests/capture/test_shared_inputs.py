@@ -96,6 +96,7 @@ def test_an_argument_that_requires_a_gradient_or_does_not_is_as_captured():
     with pytest.raises(InputMismatchError, match=r"x: requires a gradient, captured without one;"):
         run(torch.ones(2, requires_grad=True))
     with torch.no_grad():
+        run = trace_step(lambda x: x * 2)(torch.ones(2)).bind()
         run(torch.ones(2, requires_grad=True))
 
 

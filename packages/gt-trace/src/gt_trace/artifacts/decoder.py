@@ -377,6 +377,8 @@ class Decoder:
             trainable=frozenset(item["trainable"]),
             autocast={device: self.value(dtype) for device, dtype in item["autocast"].items()},
             autocast_cache=bool(item["autocast_cache"]),
+            settings={str(name): str(value) for name, value in item["settings"].items()},
+            autograd=None if item["autograd"] is None else bool(item["autograd"]),
         )
 
 

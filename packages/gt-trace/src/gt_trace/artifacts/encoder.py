@@ -356,6 +356,8 @@ class Encoder:
             "trainable": sorted(mode.trainable, key=_by_numbers),
             "autocast": {device: self.value(dtype) for device, dtype in mode.autocast.items()},
             "autocast_cache": mode.autocast_cache,
+            "settings": dict(mode.settings),
+            "autograd": mode.autograd,
         }
 
 

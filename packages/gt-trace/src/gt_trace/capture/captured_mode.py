@@ -10,17 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
-from gt_trace._torch_internals import GLOBAL_HOOKS, is_any_autocast_enabled
+from gt_trace._torch_internals import (
+    GLOBAL_HOOKS,
+    DisableTorchFunction,
+    below_autograd,
+    function_modes,
+    is_any_autocast_enabled,
+)
 from gt_trace.capture.autocast_cache import SurroundingAutocast
 from gt_trace.capture.failing_node import note_failing_node
+from gt_trace.capture.thread_settings import (
+    Settings,
+    named_settings,
+    setting_problems,
+    settings_now,
+)
 from gt_trace.errors import CaptureError, StateMismatchError
+from gt_trace.node_metadata import phase_of
 
 GRADIENT_HOOKS = "_backward_hooks"
 """Attribute in which a parameter keeps the hooks of ``register_hook``; none is public."""
@@ -66,6 +80,13 @@ class CapturedMode:
     autocast_cache: bool = True
     """Whether autocast kept the casts of parameters."""
 
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Settings of PyTorch and of the thread that decide which operators run, as texts by name."""
+
+    autograd: bool | None = None
+    """Whether autograd was enabled; None for a step with a backward, which needs it: a graph has
+    its own, and runs wherever it is called."""
+
     @classmethod
     def now(cls, module: nn.Module | None) -> CapturedMode:
         """The modes of ``module``, and of autocast, at this moment."""
@@ -77,7 +98,15 @@ class CapturedMode:
             trainable=frozenset(_trainable(module)),
             autocast=_autocast_now(),
             autocast_cache=torch.is_autocast_cache_enabled(),
+            settings=named_settings(settings_now()),
+            autograd=torch.is_grad_enabled(),
         )
+
+    def of_graph(self, graph_module: GraphModule) -> CapturedMode:
+        """Return the modes for this graph: if it has a backward, autograd may be disabled."""
+        if any(phase_of(node) == "backward" for node in graph_module.graph.nodes):
+            return replace(self, autograd=None)
+        return self
 
 
 class ModeGuard:
@@ -101,6 +130,7 @@ class ModeGuard:
         self._module = module
         self._lost_hooks = lost_hooks
         self._version = 0
+        self._settings: Settings | None = None
         self._look()
 
     def check(self, version: int) -> None:
@@ -114,7 +144,8 @@ class ModeGuard:
             StateMismatchError: they differ. Listed is every difference of modes of modules (of one
                 that changed with all that it holds, in one sentence), of numbers of hooks, of
                 parameters and of global hooks. If these are alike, that hooks were replaced by as
-                many others is told, not of which modules; and if those are too, autocast.
+                many others is told, not of which modules; and if those are too, autocast, then
+                settings of PyTorch and of the thread, then whether autograd is enabled.
         """
         if version != self._version:
             self._look()
@@ -136,6 +167,18 @@ class ModeGuard:
             self._refuse([f"autocast's cache is {now}, and was {was} (cache_enabled)"])
         if autocast and self._captured.autocast_cache and self._surrounding.is_stale(autocast):
             self._refuse([_STALE_CASTS])
+        settings = settings_now()
+        if settings != self._settings:
+            if problems := setting_problems(self._captured.settings, settings):
+                self._refuse(problems)
+            self._settings = settings
+        if self._captured.autograd not in (None, torch.is_grad_enabled()):
+            state = "enabled" if self._captured.autograd else "disabled"
+            problem = (
+                f"autograd was {state}, and operators may depend on it; call the step where it is "
+                f"{state} (torch.enable_grad or torch.no_grad), or capture again"
+            )
+            self._refuse([problem])
 
     def _look(self) -> None:
         """Note what to compare, after a first look at it."""
@@ -300,18 +343,29 @@ class _Replay:
 _REPLAY = _Replay()
 
 
-def as_captured() -> AbstractContextManager[object]:
-    """Where a captured graph runs: without autograd, and without ambient autocast.
+def as_captured(*, reads_grad_mode: bool = False) -> AbstractContextManager[object]:
+    """Where a captured graph runs: without autograd, ambient autocast and torch function modes.
 
     The graph holds its own backward, and its casts are operators of it; autocast would cast again
     what the backward computed in another dtype. An error gets a note of the node that failed.
+
+    Args:
+        reads_grad_mode: whether an operator of the graph computes otherwise if autograd is disabled
+            (``thread_settings.reads_grad_mode``). It is enabled for such a graph, and operators run
+            below it.
     """
-    autocast = _autocast_now()
-    if not autocast and not torch.is_grad_enabled():
+    autocast, modes = _autocast_now(), function_modes()
+    if not autocast and not modes and not reads_grad_mode and not torch.is_grad_enabled():
         return _REPLAY  # as pipelines run them, many times a step
     stack = ExitStack()
     stack.enter_context(_REPLAY)
-    stack.enter_context(torch.no_grad())
+    if reads_grad_mode:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(below_autograd())
+    else:
+        stack.enter_context(torch.no_grad())
+    if modes:
+        stack.enter_context(DisableTorchFunction())
     for device in autocast:
         stack.enter_context(torch.autocast(device, enabled=False))
     return stack

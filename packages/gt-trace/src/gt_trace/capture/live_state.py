@@ -17,6 +17,12 @@ from torch.overrides import TorchFunctionMode
 from gt_trace._torch_internals import DisableTorchFunction
 from gt_trace.capture.given_tensors import SET_DATA, data_problem
 from gt_trace.capture.module_state import StateSlot
+from gt_trace.capture.stack_traces import line_of_user
+from gt_trace.capture.thread_settings import (
+    ATTENTION,
+    refuse_fast_path,
+    refuse_inference_mode,
+)
 from gt_trace.errors import CaptureError
 
 _CHECKED = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, SET_DATA)
@@ -57,6 +63,10 @@ class LiveState(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         args = self._replaced(args)
+        if torch.is_inference_mode_enabled():
+            refuse_inference_mode(line_of_user())
+        if func is ATTENTION:
+            refuse_fast_path([*args, *(kwargs or {}).values()])
         if func in _CHECKED:
             if func == SET_DATA:
                 self._check_data(*args)

@@ -50,6 +50,7 @@ from gt_trace.capture.random_state import current_watch, with_untouched_generato
 from gt_trace.capture.shared_inputs import refuse_dependent_inputs
 from gt_trace.capture.stack_traces import memoised_stack_traces
 from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor
+from gt_trace.capture.thread_settings import refuse_inference_mode
 from gt_trace.capture.traced_step import TracedStep
 from gt_trace.garbage_collection import held_garbage_collection
 
@@ -140,6 +141,7 @@ def trace_without_code(
 
     def once(*args: Any, **kwargs: Any) -> TracedStep:
         refuse_gradient_hooks(module)
+        refuse_inference_mode()
         captured_mode = CapturedMode.now(module)
         inputs = TraceInputs(args=args, kwargs=kwargs)
         for preparer in input_preparers:
@@ -171,7 +173,7 @@ def trace_without_code(
             argument_spec=flat.argument_spec,
             output_spec=step.output_spec,
             output_layouts=tuple(step.output_layouts),
-            mode=captured_mode,
+            mode=captured_mode.of_graph(graph_module),
             groups=captured_groups(optimizer, parameter_names(flat.slots)),
         )
 

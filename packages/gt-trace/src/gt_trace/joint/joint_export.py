@@ -50,6 +50,7 @@ from gt_trace.capture.random_state import current_watch, with_untouched_generato
 from gt_trace.capture.shared_inputs import refuse_dependent_inputs
 from gt_trace.capture.stack_traces import memoised_stack_traces
 from gt_trace.capture.subclass_layout import PLAIN, TensorLayout, flatten_tensor
+from gt_trace.capture.thread_settings import refuse_inference_mode
 from gt_trace.errors import CaptureError
 from gt_trace.joint.joint_descriptors import (
     DescribedInput,
@@ -115,6 +116,7 @@ def _joint_graph(
     gradient_placements: dict[str, Sequence[Placement]],
     preparers: Sequence[InputPreparer],
 ) -> JointGraph:
+    refuse_inference_mode()
     mode = CapturedMode.now(module)
     for preparer in preparers:
         inputs = preparer.before_faking(inputs)
@@ -157,7 +159,7 @@ def _joint_graph(
         differentiable=_differentiable(flat),
         recast=frozenset(shell.recast),
         gradient_layouts=gradient_layouts,
-        mode=mode,
+        mode=mode.of_graph(graph_module),
     )
 
 

@@ -78,7 +78,7 @@ def stamped_step(
         state_layouts=whole.flat.state_layouts,
         output_spec=whole.recording.output_spec,
         output_layouts=tuple(outputs.layouts),
-        mode=whole.mode,
+        mode=replace(whole.mode, autograd=short.mode.autograd),
     )
 
 

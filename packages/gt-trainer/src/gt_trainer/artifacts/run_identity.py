@@ -99,14 +99,6 @@ NO_PART_OF_THE_GRAPH: Mapping[str, frozenset[str]] = MappingProxyType(
 of torchtitan's configurations, and of PyTorch's settings."""
 
 
-_ATTENTION_KERNELS = (
-    "flash_sdp_enabled",
-    "mem_efficient_sdp_enabled",
-    "math_sdp_enabled",
-    "cudnn_sdp_enabled",
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """The device that a graph is for, as far as a capture asks about it."""
@@ -366,14 +358,12 @@ def _arguments(arguments: Sequence[Any], machine: Machine) -> dict[str, object]:
 
 def _global_modes() -> dict[str, object]:
     """Switches of PyTorch by which operators are chosen while a step is traced."""
-    kernels = torch.backends.cuda
+    mode = CapturedMode.now(None)
     return {
-        "autocast": {kind: repr(dtype) for kind, dtype in CapturedMode.now(None).autocast.items()},
-        "autocast's cache": torch.is_autocast_cache_enabled(),
-        "default dtype": repr(torch.get_default_dtype()),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "autocast": {kind: repr(dtype) for kind, dtype in mode.autocast.items()},
+        "autocast's cache": mode.autocast_cache,
         "float32 matmul precision": torch.get_float32_matmul_precision(),
-        **{f"attention: {name}": bool(getattr(kernels, name)()) for name in _ATTENTION_KERNELS},
+        **mode.settings,
     }
 
 

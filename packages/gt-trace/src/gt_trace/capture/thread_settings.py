@@ -1,0 +1,122 @@
+"""Settings of PyTorch and of the thread that decide what operators a step runs.
+
+Python and composite operators read them while a step is traced, so that a graph holds their
+consequences: the dtype of a new tensor, the kernel of an attention. Kernels read some of them at
+each replay, as in eager execution, and one operator reads whether autograd is enabled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from types import FrameType, MappingProxyType
+from typing import Any
+
+import torch
+from torch import backends, nn
+from torch.fx import GraphModule
+
+from gt_trace._torch_internals import function_modes
+from gt_trace.capture.stack_traces import line_of_user
+from gt_trace.errors import CaptureError
+
+_SETTINGS: Mapping[str, Callable[[], object]] = MappingProxyType(
+    {
+        "default dtype": torch.get_default_dtype,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+        "torch function modes": function_modes,
+        "oneDNN": lambda: backends.mkldnn.enabled,
+        "cuDNN": lambda: backends.cudnn.enabled,
+        "fast path of nn.MultiheadAttention": backends.mha.get_fastpath_enabled,
+        "attention: flash_sdp_enabled": backends.cuda.flash_sdp_enabled,
+        "attention: mem_efficient_sdp_enabled": backends.cuda.mem_efficient_sdp_enabled,
+        "attention: math_sdp_enabled": backends.cuda.math_sdp_enabled,
+        "attention: cudnn_sdp_enabled": backends.cuda.cudnn_sdp_enabled,
+    }
+)
+
+Settings = tuple[object, ...]
+"""Values of the settings, in their order."""
+
+_GRAD_MODE_READERS = tuple(
+    getattr(torch.ops.aten, name).default
+    for name in ("mkldnn_rnn_layer", "_sparse_mm_reduce_impl")
+    if hasattr(torch.ops.aten, name)
+)
+"""Operators whose kernels keep something for a backward only where autograd is enabled. Found by
+running the samples of all operators of PyTorch's own tests with autograd enabled and disabled."""
+
+
+def settings_now() -> Settings:
+    """Return the present values."""
+    return tuple([read() for read in _SETTINGS.values()])
+
+
+def named_settings(values: Settings) -> dict[str, str]:
+    """Return settings as texts, by name."""
+    return {name: _text(value) for name, value in zip(_SETTINGS, values, strict=True)}
+
+
+def _text(value: object) -> str:
+    return (", ".join(value) or "none") if isinstance(value, tuple) else str(value)
+
+
+def setting_problems(was: Mapping[str, str], values: Settings) -> list[str]:
+    """Return a sentence for each setting that is not as it was."""
+    return [
+        f"{name}: {now}, and was {was[name]}; set it as it was, or capture again"
+        for name, now in named_settings(values).items()
+        if was.get(name, now) != now
+    ]
+
+
+ATTENTION: Any = nn.functional.multi_head_attention_forward
+"""The torch function that ``nn.MultiheadAttention`` calls where it takes no other path."""
+
+
+def refuse_inference_mode(line: str = "") -> None:
+    """Refuse to capture in ``torch.inference_mode``.
+
+    Raises:
+        CaptureError: it is on; the text ends with ``line``, of the user's code.
+    """
+    if torch.is_inference_mode_enabled():
+        raise CaptureError(
+            "torch.inference_mode is on, where a trace has other operators than eager execution "
+            f"runs; use torch.no_grad() instead{':' if line else ''}\n{line}".rstrip()
+        )
+
+
+def refuse_fast_path(operands: Iterable[object]) -> None:
+    """Refuse attention that eager execution computes by PyTorch's fast path, which has no trace.
+
+    It is for evaluation without autograd. A torch function mode, as a capture is one, turns it off.
+
+    Args:
+        operands: of ``ATTENTION``, which is about to run.
+
+    Raises:
+        CaptureError: eager execution takes that path here.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not nn.MultiheadAttention.forward.__code__:
+        frame = frame.f_back
+    attention = None if frame is None else frame.f_locals["self"]
+    if attention is None or attention.training or not attention.batch_first:
+        return
+    differentiates = any(isinstance(e, torch.Tensor) and e.requires_grad for e in operands)
+    if backends.mha.get_fastpath_enabled() and not (differentiates and torch.is_grad_enabled()):
+        raise CaptureError(
+            f"nn.MultiheadAttention takes PyTorch's fast path here, which has no trace:\n"
+            f"{line_of_user()}\nCall torch.backends.mha.set_fastpath_enabled(False) first"
+        )
+
+
+def reads_grad_mode(graph_module: GraphModule) -> bool:
+    """Return whether an operator of a graph computes otherwise if autograd is disabled."""
+    return any(
+        module.graph.find_nodes(op="call_function", target=target, sort=False)
+        for module in graph_module.modules()
+        if isinstance(module, GraphModule)
+        for target in _GRAD_MODE_READERS
+    )
