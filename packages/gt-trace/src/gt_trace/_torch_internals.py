@@ -42,6 +42,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    UnsupportedOperatorException,
 )
 
 # DTensor is public, its constructor over a local tensor and the class of its layouts are not.
@@ -113,10 +114,20 @@ _DATA_DEPENDENT = (
 def asks_for_values(error: Exception) -> bool:
     """Whether PyTorch raised it since Python asked for the values of a tensor without data.
 
-    Of ``Tensor.numpy()`` it raises no class of its own.
+    In ``Tensor.numpy()``, and where a size or a format needs a value, it raises no own class.
     """
     of_numpy = ".numpy() is not supported for tensor subclasses"
-    return isinstance(error, _DATA_DEPENDENT) or str(error).startswith(of_numpy)
+    of_data = "The tensor has a non-zero number of elements, but its data is not allocated yet"
+    return (
+        isinstance(error, _DATA_DEPENDENT)
+        or str(error).startswith((of_numpy, of_data))
+        or (isinstance(error, TypeError) and "FakeTensor" in str(error))
+    )
+
+
+def lacks_fake_kernel(error: Exception) -> bool:
+    """Whether an operator has no rule for tensors without data; custom ones raise no own class."""
+    return isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error)
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

@@ -299,7 +299,7 @@ def _outside_range(place: str, size: int, captured: Any) -> str:
         return (
             f"{place} is {size}; a dynamic dim is captured for sizes of 2 or more, because PyTorch "
             "computes otherwise with 0 and 1; pass a larger size, mark the dim by "
-            "torch._dynamo.mark_unbacked, or capture a step for this size"
+            "torch._dynamo.decorators.mark_unbacked, or capture a step for this size"
         )
     end = f"to {captured.upper}" if captured.upper < 2**62 else "on"
     return (

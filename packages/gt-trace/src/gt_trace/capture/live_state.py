@@ -8,7 +8,9 @@ be found, as that of a view that was made before the trace, the step is refused.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from gt_trace._torch_internals import DisableTorchFunction
 from gt_trace.capture.given_tensors import SET_DATA, data_problem
 from gt_trace.capture.module_state import StateSlot
-from gt_trace.capture.stack_traces import line_of_user
+from gt_trace.capture.purity import values_needed
+from gt_trace.capture.stack_traces import is_of_user, line_of_user
 from gt_trace.capture.thread_settings import (
     ATTENTION,
     refuse_fast_path,
@@ -26,6 +29,8 @@ from gt_trace.capture.thread_settings import (
 from gt_trace.errors import CaptureError
 
 _CHECKED = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, SET_DATA)
+
+_FORMATTING = (torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__reduce_ex__)
 
 
 class LiveState(TorchFunctionMode):
@@ -63,10 +68,13 @@ class LiveState(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         args = self._replaced(args)
-        if torch.is_inference_mode_enabled():
+        # Dynamo, which reads this for torch.cond, does not know the question about inference mode.
+        if not torch.compiler.is_dynamo_compiling() and torch.is_inference_mode_enabled():
             refuse_inference_mode(line_of_user())
         if func is ATTENTION:
             refuse_fast_path([*args, *(kwargs or {}).values()])
+        if func in _FORMATTING and (line := _formatting_line()):
+            raise CaptureError(values_needed(func.__qualname__, line))
         if func in _CHECKED:
             if func == SET_DATA:
                 self._check_data(*args)
@@ -131,6 +139,21 @@ class LiveState(TorchFunctionMode):
         if kind is dict:
             return {key: self._replaced(each) for key, each in value.items()}
         return value
+
+
+def _formatting_line() -> str:
+    """Return the line of the user's code that prints or stores a tensor; "" if PyTorch does."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.endswith(_TENSORS_OWN):
+        frame = frame.f_back
+    if frame is None or not is_of_user(frame.f_code) or "/logging/" in frame.f_code.co_filename:
+        return ""
+    return line_of_user()
+
+
+_TENSORS_OWN = tuple(
+    f"torch/{file}.py" for file in ("_tensor", "overrides", "nn/parameter", "serialization")
+)
 
 
 def _leaves(outputs: Iterable[Any]) -> list[torch.Tensor]:

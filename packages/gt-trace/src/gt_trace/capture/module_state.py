@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from gt_trace.capture.optimizer_state import optimizer_tensors
 from gt_trace.errors import CaptureError
@@ -76,6 +77,7 @@ def collect_state(
                 "parameters can be named"
             )
         return []
+    _refuse_modules(module)
     slots = [*_tensors(module, "parameter"), *_tensors(module, "buffer")]
     if optimizer is None:
         return slots
@@ -96,6 +98,27 @@ def collect_state(
 def parameter_names(slots: Sequence[StateSlot]) -> dict[int, str]:
     """Return the names of parameters by their ids."""
     return {id(slot.tensor): slot.entry.name for slot in slots if slot.entry.kind == "parameter"}
+
+
+def _refuse_modules(module: nn.Module) -> None:
+    """Refuse modules whose parameters cannot be exchanged.
+
+    Raises:
+        CaptureError: lists each.
+    """
+    problems = [
+        f"module {name or type(each).__name__} is compiled by TorchScript, into which a trace does "
+        "not look; use the module that was scripted or traced"
+        for name, each in module.named_modules()
+        if isinstance(each, torch.jit.ScriptModule)
+    ]
+    problems += [
+        f"parameter {name} has no shape yet; call the module once before the capture"
+        for name, each in module.named_parameters()
+        if isinstance(each, UninitializedParameter)
+    ]
+    if problems:
+        raise CaptureError("the module cannot be captured:\n  " + "\n  ".join(problems))
 
 
 def _tensors(module: nn.Module, kind: Literal["parameter", "buffer"]) -> list[StateSlot]:

@@ -7,14 +7,24 @@ a capture the values of tensors, so that Python cannot decide by them.
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
+from types import FrameType
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
-from gt_trace._torch_internals import asks_for_values, storage_key
+from gt_trace._torch_internals import (
+    asks_for_values,
+    lacks_fake_kernel,
+    pytree,
+    storage_key,
+)
 from gt_trace.capture.module_state import StateSlot
 from gt_trace.capture.stack_traces import is_of_user
 from gt_trace.capture.subclass_layout import flatten_tensor
@@ -31,20 +41,98 @@ def refuse_data_dependence() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not asks_for_values(error):
+        if not asks_for_values(error) and not lacks_fake_kernel(error):
             raise
-        lines = [
-            frame for frame in traceback.walk_tb(error.__traceback__) if is_of_user(frame[0].f_code)
-        ]
+        frames = list(traceback.walk_tb(error.__traceback__))
+        lines = [frame for frame in frames if is_of_user(frame[0].f_code)]
         where = "".join(traceback.StackSummary.extract(iter(lines[-1:])).format()).rstrip()
         what = str(error).strip().partition("\n")[0].partition(" (unhinted")[0]
-        raise CaptureError(
-            "the step needs the value of a tensor while it is captured, when tensors have none "
-            f"({what}):\n{where}\nPython runs once, and what it decides is the same in every "
-            "replay. Compute with tensors instead of branching, looping or indexing by their "
-            "values (torch.where instead of if, a mask instead of a selection), return what is to "
-            "be printed or logged, and decide outside of the step"
-        ) from error
+        if lacks_fake_kernel(error):
+            raise CaptureError(
+                "an operator has no rule for the tensors of a capture, which have no values "
+                f"({what}):\n{where}\nRegister one (torch.library.register_fake), or compute with "
+                "other operators"
+            ) from error
+        raise CaptureError(values_needed(what, where, _remedy(frames))) from error
+
+
+def values_needed(what: str, where: str, remedy: str = "") -> str:
+    """Return the text that refuses Python that needs the value of a tensor.
+
+    Args:
+        what: operation or error.
+        where: line of the user's code.
+        remedy: instead of the general one.
+    """
+    return (
+        "the step needs the value of a tensor while it is captured, when tensors have none "
+        f"({what}):\n{where}\n"
+    ) + (remedy or _REMEDY)
+
+
+_REMEDY = (
+    "Python runs once, and what it decides is the same in every "
+    "replay. Compute with tensors instead of branching, looping or indexing by their "
+    "values (torch.where instead of if, a mask instead of a selection), return what is to "
+    "be printed or logged, and decide outside of the step"
+)
+
+
+def _remedy(frames: Sequence[tuple[FrameType, int]]) -> str:
+    for frame, _ in frames:
+        file = frame.f_code.co_filename.replace(os.sep, "/")
+        if "/torch/distributions/" in file:
+            return "A distribution checks its parameters and values; pass validate_args=False to it"
+        is_packed = file.endswith("/torch/nn/modules/rnn.py") and (
+            frame.f_locals.get("batch_sizes") is not None
+        )
+        if is_packed or file.endswith("/torch/nn/utils/rnn.py"):
+            return (
+                "Lengths of packed sequences are values; pass padded sequences, and mask what lies "
+                "behind their ends"
+            )
+    return ""
+
+
+def refuse_unknown_results(result: Any) -> None:
+    """Refuse results that are neither tensors nor plain values, nor containers of them.
+
+    Raises:
+        CaptureError: lists each, by its path.
+    """
+    problems = [
+        f"result{pytree.keystr(path)} {problem}"
+        for path, leaf in pytree.tree_flatten_with_path(result)[0]
+        if (problem := result_problem(leaf))
+    ]
+    if problems:
+        raise CaptureError("the step's results cannot be captured:\n  " + "\n  ".join(problems))
+
+
+def result_problem(leaf: Any) -> str | None:
+    """Return why a leaf of a result is none that a graph can return; None for those it can."""
+    kind = type(leaf)
+    if isinstance(leaf, torch.Tensor | Enum) or kind in _PLAIN_RESULTS:
+        return None
+    article = "an" if kind.__name__[0] in "AEIOUaeiou" else "a"
+    if dataclasses.is_dataclass(kind):
+        return (
+            f"is {article} {kind.__name__}, a dataclass; return a tuple or a dictionary, or call "
+            f"torch.export.register_dataclass({kind.__name__}) first"
+        )
+    return (
+        f"is {article} {kind.__name__}; return tensors, numbers, strings, None, or tuples, lists "
+        "and dictionaries of them"
+    )
+
+
+_PLAIN_RESULTS = frozenset(
+    {
+        *(bool, int, float, complex, str, type(None), range, torch.Size),
+        *(torch.SymInt, torch.SymFloat, torch.SymBool),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    }
+)
 
 
 def refuse_side_effects(

@@ -44,7 +44,12 @@ from gt_trace.capture.optimizer_state import (
     refuse_set_hyperparameters,
     swapped_optimizer,
 )
-from gt_trace.capture.purity import refuse_constants, refuse_data_dependence, refuse_side_effects
+from gt_trace.capture.purity import (
+    refuse_constants,
+    refuse_data_dependence,
+    refuse_side_effects,
+    refuse_unknown_results,
+)
 from gt_trace.capture.random_draws import refuse_repeated_draws
 from gt_trace.capture.random_state import current_watch, with_untouched_generators
 from gt_trace.capture.shared_inputs import refuse_dependent_inputs
@@ -271,6 +276,7 @@ class _TracedFunction:
         return self._flatten_outputs(result)
 
     def _flatten_outputs(self, result: Any) -> list[Any]:
+        refuse_unknown_results(result)
         outputs, self.output_spec = pytree.tree_flatten(result)
         self.output_layouts = []
         plain: list[Any] = []

@@ -45,7 +45,12 @@ from gt_trace.capture.inherit import inherit_annotations
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
 from gt_trace.capture.live_state import LiveState
 from gt_trace.capture.module_state import collect_state
-from gt_trace.capture.purity import refuse_constants, refuse_data_dependence, refuse_side_effects
+from gt_trace.capture.purity import (
+    refuse_constants,
+    refuse_data_dependence,
+    refuse_side_effects,
+    result_problem,
+)
 from gt_trace.capture.random_state import current_watch, with_untouched_generators
 from gt_trace.capture.shared_inputs import refuse_dependent_inputs
 from gt_trace.capture.stack_traces import memoised_stack_traces
@@ -306,7 +311,8 @@ class _Shell(nn.Module):
                 continue
             if not isinstance(leaf, torch.Tensor):
                 if not isinstance(leaf, bool | int | float | complex | str | None):
-                    problems.append(f"{name} is a {type(leaf).__name__}; return tensors")
+                    problem = result_problem(leaf) or f"is a {type(leaf).__name__}; return tensors"
+                    problems.append(f"{name} {problem}")
                 self.outputs.append(OutputSignature(name=name, is_tensor=False, constant=leaf))
                 continue
             layout = _real_layout(flatten_tensor(leaf)[1])
