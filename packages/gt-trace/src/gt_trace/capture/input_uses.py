@@ -41,20 +41,20 @@ def input_uses(graph: Graph) -> list[tuple[InputUse, ...]]:
         for key in _storages(node):
             owners[key] = owners.get(key, frozenset()) | {node}
     for node in graph.nodes:
-        if node.op == "placeholder":
+        inputs = [each for each in node.all_input_nodes if each in views]
+        if not inputs:
             continue
         if node.op == "output":
-            for each in node.all_input_nodes:
-                for owner in views.get(each, ()):
+            for each in inputs:
+                for owner in views[each]:
                     uses[owner].add("returned")
             continue
-        found = frozenset[Node]().union(*(owners.get(key, ()) for key in _storages(node)))
-        for argument, is_written, is_viewed in _operands(node):
-            of = views.get(argument)
-            if of is None:
-                continue
-            if is_viewed:
-                found |= of
+        found: frozenset[Node] = frozenset()
+        for key in _storages(node):
+            found |= owners.get(key, frozenset())
+        for argument, is_written in _viewed_operands(node):
+            of = views.get(argument, frozenset())
+            found |= of
             for owner in of:
                 if is_written:
                     uses[owner].add("written")
@@ -65,25 +65,23 @@ def input_uses(graph: Graph) -> list[tuple[InputUse, ...]]:
     return [tuple(use for use in _ORDER if use in uses[node]) for node in placeholders]
 
 
-def _operands(node: Node) -> Iterator[tuple[Node, bool, bool]]:
-    """Nodes that a node reads, whether it may write each, and whether it may be a view of each."""
+def _viewed_operands(node: Node) -> Iterator[tuple[Node, bool]]:
+    """Nodes that a node may be a view of, or may write, and whether it may write each."""
     target = node.target
-    if isinstance(target, OpOverload):
-        values: list[Any] = [*node.args, *node.kwargs.values()]
-        if not (aliases := _aliases(target)):
-            return
-        names = [*range(len(node.args)), *node.kwargs]
-        for name, value in zip(names, values, strict=True):
-            if name in aliases:
-                for each in value if isinstance(value, Sequence) else (value,):
-                    if isinstance(each, Node):
-                        yield each, aliases[name], True
+    if not isinstance(target, OpOverload):
+        is_reading = isinstance(target, HigherOrderOperator) and target.__name__ in _READING
+        if not is_reading:
+            for each in node.all_input_nodes:
+                yield each, target is not operator.getitem
         return
-    is_pure = target is operator.getitem or (
-        isinstance(target, HigherOrderOperator) and target.__name__ in _READING
-    )
-    for each in node.all_input_nodes:
-        yield each, not is_pure, target is operator.getitem or not is_pure
+    aliases = _aliases(target)
+    if not aliases:
+        return
+    for name, value in (*enumerate(node.args), *node.kwargs.items()):
+        if name in aliases:
+            for operand in value if isinstance(value, Sequence) else (value,):
+                if isinstance(operand, Node):
+                    yield operand, aliases[name]
 
 
 @functools.cache
