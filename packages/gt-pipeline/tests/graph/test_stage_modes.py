@@ -118,12 +118,12 @@ class Placing(nn.Module):
 
 
 def test_a_microbatch_of_other_strides_is_copied_or_refused_if_its_memory_is_read() -> None:
-    placed, factor, x = torch.randn(2, 3), torch.randn(2, WIDTH // 2), rows()
+    placed, factor, x = torch.randn(2, 3), torch.ones(2, WIDTH // 2, dtype=torch.long), rows()
     stage = middle(Placing(), inputs=MicrobatchInputs(kwargs={"placed": placed, "factor": factor}))
-    turned = torch.randn(WIDTH // 2, 2).t()
-    given = MicrobatchInputs(kwargs={"placed": placed, "factor": turned})
+    part = torch.arange(2 * WIDTH).view(2, WIDTH)[:, : WIDTH // 2]
+    given = MicrobatchInputs(kwargs={"placed": placed, "factor": part})
     (output,) = stage.forward(0, (x,), given)
-    assert torch.equal(output, x * turned.reshape(-1) + placed[0, 1])
+    assert torch.equal(output, x * part.reshape(-1) + placed[0, 1])
     stage.discard()
     given = MicrobatchInputs(kwargs={"placed": torch.zeros(3, 2).t(), "factor": factor})
     with pytest.raises(StageInputError, match=r"placed'\]: strides \[1, 2\], .*by as_strided;"):
