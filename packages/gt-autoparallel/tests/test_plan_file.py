@@ -6,6 +6,7 @@ import copy
 import hashlib
 import itertools
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,6 +136,21 @@ def test_a_cut_off_file_is_refused(plan, tmp_path: Path):
         path.write_bytes(whole[:size])
         with pytest.raises(PlanMismatchError, match="is damaged or no plan"):
             read_plan(path, prices=Prices())
+
+
+@pytest.mark.parametrize(
+    "text", [b"[" * 100_000, b"9" * 5_000, b'{"a": 1, "a": 2}', b'{"format": "\xff"}']
+)
+def test_a_document_that_is_no_strict_json_is_refused(text: bytes, tmp_path: Path):
+    (tmp_path / "plan.json").write_bytes(text)
+    with pytest.raises(PlanMismatchError, match="is damaged or no plan"):
+        read_plan(tmp_path / "plan.json", prices=Prices())
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path):
+    os.mkfifo(tmp_path / "plan.json")
+    with pytest.raises(OSError, match="it is no regular file"):
+        read_plan(tmp_path / "plan.json", prices=Prices())
 
 
 def test_something_else_is_refused(tmp_path: Path):

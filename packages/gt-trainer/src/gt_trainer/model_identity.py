@@ -22,6 +22,9 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torchtitan.protocols.model_spec import ModelSpec
 
+from gt_trace.artifacts.regular_file import read_regular
+from gt_trace.artifacts.strict_json import parse_json
+
 MODEL_FILE = "model.json"
 """Name of the file in the checkpoint folder."""
 
@@ -76,9 +79,9 @@ def read_identity(folder: Path) -> ModelIdentity | None:
     if not path.is_file():
         return None
     try:
-        document = json.loads(path.read_text())
+        document = parse_json(read_regular(path))
         return ModelIdentity(name=document["model"], fields=dict(document["fields"]))
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{MODEL_FILE} cannot be read ({type(error).__name__}): delete that file, and the "
             "model is told by the names and shapes of its tensors"

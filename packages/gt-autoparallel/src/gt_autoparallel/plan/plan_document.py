@@ -19,6 +19,8 @@ from typing import Any
 
 from gt_autoparallel.errors import PlanMismatchError
 from gt_autoparallel.graph.graph_encoding import canonical_json
+from gt_trace.artifacts.regular_file import read_regular
+from gt_trace.artifacts.strict_json import parse_json
 
 FORMAT = "gt-autoparallel plan"
 FORMAT_VERSION = 8
@@ -68,8 +70,8 @@ def read_document(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     try:
-        document = json.loads(path.read_bytes())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        document = parse_json(read_regular(path))
+    except ValueError as error:
         raise PlanMismatchError(f"{path} is damaged or no plan: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise PlanMismatchError(f"{path} is no plan: its format is not {FORMAT!r}")

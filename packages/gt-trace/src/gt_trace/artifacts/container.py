@@ -22,9 +22,9 @@ bytes is an old idea; safetensors (huggingface/safetensors) keeps tensors so.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +35,7 @@ from typing import Any, BinaryIO, Literal
 from gt_config import Fingerprint, refuse_stale
 from gt_config.fingerprint import FINGERPRINT_FORMAT
 from gt_trace.artifacts.atomic_file import write_atomically
+from gt_trace.artifacts.regular_file import open_regular
 from gt_trace.artifacts.strict_json import json_bytes, parse_json
 from gt_trace.errors import ArtifactDamagedError, ArtifactError, ArtifactVersionError
 from gt_trace.garbage_collection import held_garbage_collection
@@ -242,18 +243,10 @@ def open_container(
     """
     path = Path(path)
     with _reading(path):
-        # Without O_NONBLOCK a named pipe would hold us here.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise ArtifactError(f"{path} cannot be read: it is no regular file")
-            file = os.fdopen(descriptor, "rb")
-        except BaseException:
-            os.close(descriptor)
-            raise
+        file = io.BufferedReader(open_regular(path))
+    file_bytes = os.fstat(file.fileno()).st_size
     try:
-        container = _read_header(file, path, status.st_size)
+        container = _read_header(file, path, file_bytes)
         if container.kind != kind:
             raise ArtifactError(
                 f"{path} holds a {container.kind[:100]!r}, and a {kind!r} is asked for"

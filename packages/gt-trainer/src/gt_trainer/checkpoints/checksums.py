@@ -12,13 +12,12 @@ import errno
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from gt_trace.artifacts.regular_file import open_regular, read_regular
 from gt_trainer.step_folders import is_named_by_step, step_of
 
 CHECKSUMS = "checksums.json"
@@ -26,7 +25,6 @@ CHECKSUMS = "checksums.json"
 
 _FORMAT = "gt-trainer checksums 2"
 _FORMAT_WITHOUT_STEP = "gt-trainer checksums 1"
-_MAX_BYTES = 2**28
 _CHUNK_BYTES = 4 * 2**20
 
 
@@ -100,9 +98,7 @@ def read_checksums(folder: Path) -> Checksums | None:
         ChecksumsUnreadableError: They are damaged themselves.
     """
     try:
-        with open_regular(folder / CHECKSUMS) as stream:
-            content = stream.read(_MAX_BYTES + 1)
-        document = json.loads(content)
+        document = json.loads(read_regular(folder / CHECKSUMS))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
@@ -141,19 +137,6 @@ def _digest(saved: Mapping[str, Any]) -> str:
 def is_file_name(name: object) -> bool:
     """Whether a text names a file of the folder that it is looked for in, and none elsewhere."""
     return isinstance(name, str) and name not in ("", ".", "..") and not {*name} & {"/", "\0"}
-
-
-def open_regular(path: Path) -> FileIO:
-    """Open a regular file to read. A named pipe would block, and a device might have no end.
-
-    Raises:
-        OSError: It cannot be read, or is another kind of file.
-    """
-    stream = FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-        return stream
-    stream.close()
-    raise OSError(errno.EINVAL, "no regular file", str(path))
 
 
 def sha256_of(path: Path) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 
 from gt_autoparallel import JudgedStep
 from gt_config import Fingerprint
+from gt_trace.artifacts.regular_file import read_regular
+from gt_trace.artifacts.strict_json import parse_json
 
 _FORMAT = {"format": "gt-trainer pipeline judgement", "version": 3}
 
@@ -115,7 +117,7 @@ def read_judgement(path: Path) -> PipelineJudgement:
         OSError: it cannot be read.
     """
     try:
-        found: dict[str, Any] = json.loads(path.read_bytes())
+        found: dict[str, Any] = parse_json(read_regular(path))
         if {name: found.pop(name) for name in _FORMAT} != _FORMAT:
             raise ValueError
         return PipelineJudgement(
