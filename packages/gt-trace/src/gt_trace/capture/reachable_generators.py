@@ -171,7 +171,7 @@ class _Walk:
         return _attributes(name, value)
 
     def _read_by(self, function: FunctionType) -> Iterator[tuple[str, object]]:
-        """What a function's code names outside of it."""
+        """Yield the objects outside of a function that its code names."""
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
             try:
