@@ -25,7 +25,6 @@ from gt_trace._torch_internals import (
     DTensor,
     FakeTensorMode,
     OpOverload,
-    ShapeEnv,
     TensorMetadata,
     add_node,
     fake_over_meta,
@@ -46,6 +45,7 @@ from gt_trace.capture.block_masks import StoredCode, mask_structure
 from gt_trace.capture.captured_mode import CapturedMode
 from gt_trace.capture.graph_inputs import ArgumentSignature, GraphInput
 from gt_trace.capture.input_uses import InputUse
+from gt_trace.capture.kernel_strides import new_fake_mode
 from gt_trace.capture.module_state import StateEntry
 from gt_trace.capture.subclass_layout import PLAIN, TensorLayout
 from gt_trace.code_text import code_problem, is_code_name, shadowed_parameter
@@ -80,9 +80,7 @@ class Decoder:
         namespaces: Collection[str] = NAMESPACES,
     ) -> None:
         self.content: Any = document["content"]
-        self.fake_mode = fake_mode or FakeTensorMode(
-            allow_non_fake_inputs=True, shape_env=ShapeEnv()
-        )
+        self.fake_mode = fake_mode or new_fake_mode()
         self._axes = axes
         self._blob = blob
         self._operators = [find_operator(name, namespaces) for name in document["operators"]]

@@ -19,7 +19,6 @@ from torch.fx import GraphModule
 
 from gt_trace._torch_internals import (
     FakeTensorMode,
-    ShapeEnv,
     TracingContext,
     inlined_compilation,
     lazily_generated_code,
@@ -37,6 +36,7 @@ from gt_trace.capture.given_tensors import GivenTensors
 from gt_trace.capture.graph_inputs import name_placeholders, with_uses
 from gt_trace.capture.inherit import inherit_annotations
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
+from gt_trace.capture.kernel_strides import new_fake_mode
 from gt_trace.capture.live_state import LiveState
 from gt_trace.capture.module_state import collect_state, parameter_names
 from gt_trace.capture.optimizer_state import (
@@ -153,7 +153,7 @@ def trace_without_code(
             inputs = preparer.before_faking(inputs)
         flat = FlatInputs.of(fn, collect_state(module, optimizer), inputs)
         step = _TracedFunction(fn, flat, optimizer, input_preparers, captured_mode)
-        mode = fake_mode or FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        mode = fake_mode or new_fake_mode()
         fakes = flat.fake(mode, torch.device(meta_device))
         graph_module = _traced(step, fakes, mode, module)
         if step.gradients.are_more:  # with what the next step would begin with

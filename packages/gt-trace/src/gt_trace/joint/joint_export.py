@@ -20,7 +20,6 @@ from torch.fx import Graph, GraphModule
 
 from gt_trace._torch_internals import (
     FakeTensorMode,
-    ShapeEnv,
     TracingContext,
     pytree,
     tracing,
@@ -43,6 +42,7 @@ from gt_trace.capture.given_tensors import GivenTensors
 from gt_trace.capture.graph_inputs import GraphInput, InputKind, name_placeholders, with_uses
 from gt_trace.capture.inherit import inherit_annotations
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
+from gt_trace.capture.kernel_strides import new_fake_mode
 from gt_trace.capture.live_state import LiveState
 from gt_trace.capture.module_state import collect_state
 from gt_trace.capture.purity import (
@@ -126,7 +126,7 @@ def _joint_graph(
     for preparer in preparers:
         inputs = preparer.before_faking(inputs)
     flat = FlatInputs.of(module.forward, collect_state(module), inputs)
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    fake_mode = new_fake_mode()
     fakes = flat.fake(fake_mode, meta_device)
     state, fake_arguments = flat.rebuild(fakes)
     shell = _Shell(module, flat, state, gradient_placements, mode, preparers)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gt_trace._torch_internals import FakeTensorMode, ShapeEnv, pytree
+from gt_trace._torch_internals import FakeTensorMode, pytree
 from gt_trace.capture.autocast_cache import autocast_cache
 from gt_trace.capture.captured_mode import (
     CapturedMode,
@@ -28,6 +28,7 @@ from gt_trace.capture.captured_mode import (
 )
 from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
+from gt_trace.capture.kernel_strides import new_fake_mode
 from gt_trace.capture.module_state import StateSlot, collect_state
 from gt_trace.capture.random_state import RandomWatch
 from gt_trace.capture.reachable_generators import HeldGenerator, reachable_generators
@@ -283,8 +284,9 @@ class _Stamper:
         absent: Sequence[StateSlot] = (),
     ) -> StreamRecording:
         """Run the step without making a graph."""
-        shape_env = ShapeEnv()
-        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
+        mode = new_fake_mode()
+        shape_env = mode.shape_env
+        assert shape_env is not None  # a new mode has one
         fakes = flat.fake(mode, self.meta_device)
         with ExitStack() as stack:
             stack.enter_context(tracing_contexts(mode, None))

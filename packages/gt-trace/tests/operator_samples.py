@@ -1,0 +1,160 @@
+"""Runs PyTorch's samples of operators eagerly and captured, on operands that lie in many ways."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils import _pytree as pytree
+
+from gt_trace import trace_step
+from gt_trace.errors import GtTraceError
+
+Layout = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(0, -1).contiguous().transpose(0, -1) if tensor.dim() > 1 else tensor
+
+
+def _sliced(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack([tensor, tensor], -1)[..., 0] if tensor.dim() else tensor
+
+
+def _expanded(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:1].expand(tensor.shape) if tensor.dim() else tensor
+
+
+LAYOUTS: dict[str, Layout] = {
+    "transposed": _transposed,
+    "sliced": _sliced,
+    "expanded": _expanded,
+}
+
+
+@dataclass
+class Outcomes:
+    """How many samples came out how, and the names of operators that differed."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    different: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    operators: set[str] = field(default_factory=set)
+
+
+def operators(shard: int, num_shards: int) -> list[Any]:
+    """Every ``num_shards``-th operator of PyTorch's that takes float32 on a CPU."""
+    known = [each for each in op_db if torch.float32 in each.supported_dtypes("cpu")]
+    return known[shard::num_shards]
+
+
+def compare(chosen: list[Any], *, num_samples: int, skip: frozenset[str]) -> Outcomes:
+    """Compare eager and captured results, and gradients, of the first samples of operators."""
+    outcomes = Outcomes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for operator in chosen:
+            if operator.name in skip:
+                continue
+            for step, tensors in _steps(operator, num_samples):
+                outcome, detail = _outcome(step, tensors)
+                outcomes.counts[outcome] += 1
+                if outcome != "eager fails":
+                    outcomes.operators.add(operator.name)
+                if outcome in ("different", "failed", "refused"):
+                    getattr(outcomes, outcome).setdefault(operator.name, detail)
+    return outcomes
+
+
+def _steps(operator: Any, num_samples: int) -> Iterator[tuple[Callable[..., Any], list[Any]]]:
+    torch.manual_seed(0)
+    samples = list(
+        operator.sample_inputs("cpu", torch.float32, requires_grad=operator.supports_autograd)
+    )
+    for sample in samples[:num_samples]:
+        leaves, spec = pytree.tree_flatten((sample.input, sample.args, dict(sample.kwargs)))
+        places = [
+            index
+            for index, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        ]
+        if not places or len(places) < sum(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            continue
+        requires = [leaves[index].requires_grad for index in places]
+        for layout in LAYOUTS.values():
+            tensors = [layout(leaves[index].detach()) for index in places]
+
+            def step(
+                *tensors: torch.Tensor, leaves=leaves, spec=spec, places=places, requires=requires
+            ) -> Any:
+                given = list(leaves)
+                for index, tensor, requires_grad in zip(places, tensors, requires, strict=True):
+                    given[index] = tensor.detach().requires_grad_(requires_grad)
+                source, args, kwargs = pytree.tree_unflatten(given, spec)
+                results = operator(source, *args, **kwargs)
+                outputs = [t for t in pytree.tree_leaves(results) if isinstance(t, torch.Tensor)]
+                loss = sum(
+                    (t.abs() if t.is_complex() else t).sum() for t in outputs if t.requires_grad
+                )
+                if not isinstance(loss, torch.Tensor):
+                    return outputs
+                inputs = [each for each in pytree.tree_leaves(given) if _wants_gradient(each)]
+                gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+                # A copy, since a result may be an input.
+                return [*(each.detach().clone() for each in outputs), *gradients]
+
+            yield step, tensors
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that lies as another one does, in memory of its own."""
+    empty = torch.empty(0, dtype=tensor.dtype)
+    storage = tensor.untyped_storage().clone()
+    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _wants_gradient(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def _outcome(step: Callable[..., Any], tensors: list[Any]) -> tuple[str, str]:
+    def copies() -> list[Any]:
+        return [_copy(each) for each in tensors]
+
+    try:
+        torch.manual_seed(0)
+        expected = step(*copies())
+    except Exception as error:  # noqa: BLE001 - eager refuses some layouts
+        return "eager fails", repr(error)
+    try:
+        captured = trace_step(step)(*copies())
+    except GtTraceError as error:
+        return "refused", str(error)
+    except Exception as error:  # noqa: BLE001 - PyTorch has no fake kernel, or asks for values
+        return "failed", f"{type(error).__name__}: {error}"
+    try:
+        torch.manual_seed(0)
+        results = captured.bind()(*copies())
+    except GtTraceError as error:
+        return "refused", str(error)
+    except Exception as error:  # noqa: BLE001 - what the test is for
+        return "different", f"{type(error).__name__}: {error}"
+    for got, want in zip(results, expected, strict=True):
+        if not _same(got, want):
+            return "different", f"{got} instead of {want}"
+    return "equal", ""
+
+
+def _same(got: object, want: object) -> bool:
+    if not isinstance(got, torch.Tensor) or not isinstance(want, torch.Tensor):
+        return got is want
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return False
+    holes = got != got, want != want  # not numbers: only NaNs differ from themselves
+    return torch.equal(*holes) and torch.equal(got[~holes[0]], want[~holes[1]])
