@@ -1,0 +1,34 @@
+"""PyTorch's own samples of operators, captured on operands that are not contiguous.
+
+A captured call gives the bits of eager, forward and backward, or is refused.
+"""
+
+from __future__ import annotations
+
+import pytest
+from operator_samples import compare, operators
+
+NUM_SHARDS = 12
+
+EXCEPTIONS: dict[str, str] = {}
+"""Operators that are left out, with the reason."""
+
+
+def _assert_equal_or_refused(shard: int, num_shards: int, num_samples: int) -> None:
+    outcomes = compare(
+        operators(shard, num_shards), num_samples=num_samples, skip=frozenset(EXCEPTIONS)
+    )
+    print(len(outcomes.operators), "operators:", dict(outcomes.counts))
+    print("refused:", outcomes.refused, "without a fake kernel:", outcomes.failed)
+    assert not outcomes.different
+    assert outcomes.counts["equal"]
+
+
+def test_a_few_operators_are_as_in_eager():
+    _assert_equal_or_refused(3, 160, 1)
+
+
+@pytest.mark.slow  # some minutes for a shard
+@pytest.mark.parametrize("shard", range(NUM_SHARDS))
+def test_every_operator_is_as_in_eager_or_refused(shard: int):
+    _assert_equal_or_refused(shard, NUM_SHARDS, 2)
