@@ -8,11 +8,8 @@ import torch
 from torch import Tensor
 
 # Fake tensors stand in for parameters and microbatches while a stage is captured; stages whose
-# graphs are joined share one mode. No public constructor exists.
+# graphs are joined share one mode. There is no public name.
 from torch._subclasses.fake_tensor import FakeTensorMode
-
-# Data-dependent sizes need a shape environment; there is no public one.
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 # Code for a graph that takes its inputs in a list and empties it, so that what a microbatch saved
 # is freed while its backward runs. No public way exists.
@@ -24,18 +21,11 @@ from torch.utils import _pytree as pytree
 __all__ = [
     "BoxedCodeGen",
     "FakeTensorMode",
-    "ShapeEnv",
     "add_in_place",
     "copy_all",
     "fill_with_nothing",
-    "new_fake_mode",
     "pytree",
 ]
-
-
-def new_fake_mode() -> FakeTensorMode:
-    """A mode for captures whose graphs shall be joined to one."""
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
 def add_in_place(sums: list[Tensor], terms: Sequence[Tensor]) -> None:

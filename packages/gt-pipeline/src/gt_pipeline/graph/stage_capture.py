@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gt_pipeline.errors import StageCaptureError
-from gt_pipeline.graph._torch_internals import FakeTensorMode, new_fake_mode, pytree
+from gt_pipeline.graph._torch_internals import FakeTensorMode, pytree
 from gt_pipeline.graph.activations import (
     ActivationPlacement,
     example_of,
@@ -34,6 +34,7 @@ from gt_pipeline.graph.slots import Slot, SlotKind
 from gt_pipeline.runner.stage_protocol import ActivationSignature, MicrobatchInputs
 from gt_trace import GraphInput, InputPreparer, TensorLayout, TracedStep, phase, trace_step
 from gt_trace.capture.captured_mode import ACCUMULATION_HOOKS, GRADIENT_HOOKS, hook_problems
+from gt_trace.capture.kernel_strides import new_fake_mode
 
 _logger = logging.getLogger(__name__)
 
