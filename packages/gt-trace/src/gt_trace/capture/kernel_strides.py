@@ -144,8 +144,8 @@ class KernelStrideMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         result = super().dispatch(func, types, args, given)
         if not _is_tried(func):
             return result
-        leaves = pytree.tree_leaves((args, given))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        # Operators that are tried take tensors as they are, in no lists.
+        tensors = [each for each in (*args, *given.values()) if isinstance(each, torch.Tensor)]
         if all(each.is_contiguous() for each in tensors):
             return result  # then fake kernels agree with real ones
         return self._with_kernel_strides(func, args, given, tensors, result)
