@@ -82,6 +82,41 @@ def own_backward_annotations() -> Iterator[None]:
         setattr(module, _COPY, original)
 
 
+_OTHER_KERNELS = (
+    torch.ops.aten.upsample_linear1d.vec,
+    torch.ops.aten.upsample_bilinear2d.vec,
+    torch.ops.aten.upsample_trilinear3d.vec,
+    torch.ops.aten.upsample_bilinear2d.default,
+    torch.ops.aten.upsample_bicubic2d.default,
+    torch.ops.aten.upsample_bicubic2d.vec,
+    torch.ops.aten.lstm.input,
+    torch.ops.aten.lstm.data,
+)
+"""Operators that AOTAutograd decomposes in Python to others than eager runs; last bits differ."""
+
+
+@contextmanager
+def eager_kernels() -> Iterator[None]:
+    """Trace the kernels that eager execution calls, where AOTAutograd would decompose to others."""
+    removed: list[tuple[Any, Any, Any]] = []
+    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    for operator in _OTHER_KERNELS:
+        # ``py_kernels`` is what ``OpOverload.py_impl`` fills; no public name exists.
+        removed += [
+            (operator, key, operator.py_kernels.pop(key))
+            for key in keys
+            if key in operator.py_kernels
+        ]
+        operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for operator, key, kernel in removed:
+            operator.py_kernels[key] = kernel
+        for operator in _OTHER_KERNELS:
+            operator._dispatch_cache.clear()
+
+
 @contextmanager
 def inlined_joint_compilation() -> Iterator[None]:
     """``inlined_compilation``, also where AOTAutograd runs a module before it traces it.

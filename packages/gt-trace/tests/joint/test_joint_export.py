@@ -21,7 +21,7 @@ from gt_trace import (
     phase_of,
     read_annotation,
 )
-from gt_trace.joint import export_joint_graph
+from gt_trace.joint import export_joint_graph, partition
 
 
 def test_forward_and_backward_are_one_graph_and_the_gradient_arrives_from_outside() -> None:
@@ -221,3 +221,51 @@ def test_a_model_on_meta_is_captured_as_if_it_were_on_a_device() -> None:
         model, x = Gelu(), torch.rand(2, 4)
     joint = export_joint_graph(model, (x,), meta_device="cpu")
     assert {str(example.device) for example in joint.example_inputs} == {"cpu"}
+
+
+class Resized(nn.Module):
+    """Changes the size of what a convolution gives."""
+
+    def __init__(self, num_dims: int, mode: str) -> None:
+        super().__init__()
+        kind = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[num_dims]
+        self.convolution, self.mode = kind(2, 3, 1), mode
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.interpolate(self.convolution(x), scale_factor=1.7, mode=self.mode)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer whose input requires a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.lstm = nn.Linear(4, 4), nn.LSTM(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.lstm(self.linear(x))[0]
+        return outputs
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (lambda: Resized(1, "linear"), (2, 2, 9)),
+        (lambda: Resized(2, "bilinear"), (2, 2, 9, 7)),
+        (lambda: Resized(2, "bicubic"), (2, 2, 9, 7)),
+        (lambda: Resized(3, "trilinear"), (2, 2, 4, 5, 6)),
+        (Recurrent, (5, 2, 4)),
+    ],
+)
+def test_kernels_are_those_that_eager_runs(
+    module: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    model, x = module(), torch.randn(shape)
+    bound = partition(export_joint_graph(model, (x,))).bind(model)
+    results = []
+    for call in (bound, model):
+        output = call(x)
+        gradients = torch.autograd.grad(output.square().mean(), list(model.parameters()))
+        results.append([output, *gradients])
+    assert all(map(torch.equal, *results))

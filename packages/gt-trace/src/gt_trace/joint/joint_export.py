@@ -31,6 +31,7 @@ from gt_trace._torch_joint_internals import (
     PlainTensorMeta,
     SubclassCreationMeta,
     aot_export_joint_with_descriptors,
+    eager_kernels,
     inlined_joint_compilation,
     own_backward_annotations,
 )
@@ -206,6 +207,7 @@ def _tracing_contexts(fake_mode: FakeTensorMode, module: nn.Module) -> Iterator[
         stack.enter_context(torch.fx.traceback.preserve_node_meta())
         stack.enter_context(own_backward_annotations())
         stack.enter_context(inlined_joint_compilation())
+        stack.enter_context(eager_kernels())
         stack.enter_context(torch.enable_grad())
         yield stack
 
