@@ -176,8 +176,12 @@ def _unusable_folders(config: GraphTrainer.Config, num_readers: int) -> Iterator
         return
     graphs = config.compile.artifacts
     # One that is there may be there to be read alone.
-    if graphs is not None and not Path(graphs).is_dir():
-        unwritable = _why_unwritable(graphs)
+    if graphs is not None:
+        unwritable = "it is empty" if not graphs.strip() else _why_unwritable(graphs)
+        if filesystem.is_remote(graphs):
+            unwritable = "it is written as a folder of this machine"
+        elif unwritable is not None and _is_folder(graphs):
+            unwritable = None
         if unwritable is not None:
             yield Violation(
                 flag="--compile.artifacts",
@@ -297,11 +301,7 @@ def _tokenizer_problem(config: GraphTrainer.Config) -> str | None:
         "download the tokenizer from the model's page, and give its folder, or to try things out "
         f"the one that is here, {shipped_tokenizer_path()}"
     )
-    try:
-        is_folder = Path(config.hf_assets_path).is_dir()
-    except OSError:  # a name that is too long
-        is_folder = False
-    if not is_folder:
+    if not _is_folder(config.hf_assets_path):
         return download
     try:
         num_tokens = _num_tokens(config)
@@ -436,3 +436,10 @@ def _why_unreachable(address: str) -> str | None:
     except (ImportError, ValueError) as error:
         return f"no driver for {protocol}:// ({error})"
     return None
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return bool(path.strip()) and Path(path).is_dir()
+    except OSError:  # a name that is too long
+        return False
