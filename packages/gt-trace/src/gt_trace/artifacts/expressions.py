@@ -71,7 +71,7 @@ class SizeReader:
         """Return the expression that was encoded.
 
         Raises:
-            ArtifactError: A symbol or function that there is not, or more than can be computed.
+            ArtifactError: A symbol or function is unknown, or the expression is too large.
         """
         self._num_terms += self._extent(encoded)[0]
         if self._num_terms > _MAX_TERMS_TOGETHER:

@@ -1,6 +1,6 @@
 """Limits of the numbers that a stored graph may compute with functions of sizes.
 
-``operator.pow`` and ``operator.mul`` take numbers of any size, and lists and texts besides. A few
+``operator.pow`` and ``operator.mul`` take numbers of any size, lists and texts. A few
 nodes in a file could so ask for more memory or time than there is.
 """
 

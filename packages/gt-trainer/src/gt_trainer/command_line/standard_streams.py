@@ -28,7 +28,7 @@ def make_streams_safe() -> None:
 
 
 class _DroppedWithoutReader(io.FileIO):
-    """A descriptor that becomes the null device when nobody can read what is written."""
+    """A descriptor that becomes the null device when its reader is gone."""
 
     def write(self, data: Any) -> int:
         try:
