@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from memory_steps import MEMORY_STEPS, memory_step
 from mutation_graphs import (
     STEP_NAMES,
     StepGraph,
@@ -41,6 +42,7 @@ EDITED_STEPS = (
     "attention",
     "fsdp, transformed",
     "hsdp-tensor-parallel, transformed",
+    *MEMORY_STEPS,
 )
 
 TRANSFORMING = ("share-all-gathers", "bucket-all-gathers", "bucket-reduce-scatters")
@@ -60,11 +62,13 @@ class RandomEdit(GraphPass):
 
     draw: random.Random
 
+    edits_memory: bool = False
+
     told: list[str]
     """What was done."""
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
-        self.told.append(edit_at_random(graph_module, self.draw))
+        self.told.append(edit_at_random(graph_module, self.draw, edits_memory=self.edits_memory))
         return PassReport(changed=True)
 
 
@@ -81,6 +85,8 @@ class Outcomes:
 
 def edited_step(name: str) -> StepGraph:
     """Capture one of ``EDITED_STEPS``."""
+    if name in MEMORY_STEPS:
+        return memory_step(name)
     step, _, how = name.partition(", ")
     found = capture_attention() if step == "attention" else capture_step(step)
     if not how:
@@ -104,7 +110,11 @@ def try_edits(step: StepGraph, *, num_edits: int, seed: int) -> Outcomes:
     wrong = []
     for number in range(num_edits):
         told: list[str] = []
-        edit = RandomEdit(draw=draw_of(step, number, seed=seed), told=told)
+        edit = RandomEdit(
+            draw=draw_of(step, number, seed=seed),
+            told=told,
+            edits_memory=step.name in MEMORY_STEPS,
+        )
         graph_module = copy.deepcopy(step.graph_module)
         try:
             PassManager([edit], context=step.context).run(graph_module)
@@ -150,14 +160,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="edit_campaign", description=__doc__)
     parser.add_argument("--num-cases", type=int, default=2000, help="in all, alike on each step")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", nargs="+", choices=EDITED_STEPS, default=EDITED_STEPS)
     options = parser.parse_args()
     if options.num_cases < 1:
         parser.error("--num-cases must be at least 1")
     total: Counter[str] = Counter()
     wrong: list[str] = []
     with quiet_operators():
-        for index, name in enumerate(EDITED_STEPS):
-            num_edits = len(range(index, options.num_cases, len(EDITED_STEPS)))
+        for index, name in enumerate(options.steps):
+            num_edits = len(range(index, options.num_cases, len(options.steps)))
             found = try_edits(edited_step(name), num_edits=num_edits, seed=options.seed)
             print(f"{name}: {dict(found.num_by_outcome)}", flush=True)
             for each in found.wrong:

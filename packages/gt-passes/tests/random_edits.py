@@ -37,7 +37,9 @@ class UnfitEditError(Exception):
     """An edit that leaves no graph: an operator does not take what it is given."""
 
 
-def edit_at_random(graph_module: GraphModule, draw: random.Random) -> str:
+def edit_at_random(
+    graph_module: GraphModule, draw: random.Random, *, edits_memory: bool = False
+) -> str:
     """Change a graph, and say what was done to which node.
 
     Raises:
@@ -46,6 +48,8 @@ def edit_at_random(graph_module: GraphModule, draw: random.Random) -> str:
     graph = graph_module.graph
     calls = [node for node in graph.nodes if node.op == "call_function"]
     edit = draw.choice(_EDITS)
+    if edits_memory and draw.random() < 0.3:
+        edit = draw.choice(_EDITS_OF_MEMORY)
     node = draw.choice(calls)
     what = f"{edit.__name__.strip('_').replace('_', ' ')} {node.name}"
     before = _forms(graph)
@@ -249,6 +253,69 @@ def _write_into(graph: Graph, node: Node, draw: random.Random) -> str:
     return f"{target} before {place}"
 
 
+def _write_through_a_view(graph: Graph, node: Node, draw: random.Random) -> str:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        raise UnfitEditError("no matrix")
+    target, more = draw.choice(
+        [
+            (aten.diagonal.default, ()),
+            (aten.diagonal.default, (1,)),
+            (aten.select.int, (0, 1)),
+            (aten.transpose.int, (0, 1)),
+            (aten.unfold.default, (0, 2, 2)),
+            (aten.narrow.default, (0, -2, 1)),
+        ]
+    )
+    place = draw.choice(list(graph.nodes)[list(graph.nodes).index(node) + 1 :])
+    with graph.inserting_before(place):
+        view = graph.call_function(target, (node, *more))
+        graph.call_function(aten.mul_.Tensor, (view, draw.choice([1.0, 1.5])))
+    return f"{target}{more} before {place}"
+
+
+def _edit_constant(graph: Graph, node: Node, draw: random.Random) -> str:
+    """Change one element of a constant, in a way that PyTorch counts or not."""
+    constant = draw.choice(_constants(graph))
+    value = getattr(graph.owning_module, str(constant.target))
+    how = draw.choice(["data", "numpy", "storage", "in place", "replaced"])
+    index = draw.randrange(value.numel())
+    if how == "data":
+        value.data.view(-1)[index] += 1.0
+    elif how == "numpy":
+        value.numpy().reshape(-1)[index] += 1.0
+    elif how == "storage":
+        value.untyped_storage().byteswap(value.dtype)
+    elif how == "in place":
+        value.view(-1)[index].mul_(2.0)
+    else:
+        setattr(graph.owning_module, str(constant.target), value.clone())
+    return f"{constant}: {how}, at {index}"
+
+
+def _read_constant_again(graph: Graph, node: Node, draw: random.Random) -> str:
+    constant = draw.choice(_constants(graph))
+    user = draw.choice(list(constant.users))
+    other = draw.choice(_constants(graph))
+    with graph.inserting_before(draw.choice([user, constant])):
+        again = graph.get_attr(str(draw.choice([constant, constant, other]).target))
+    again.meta["val"] = constant.meta["val"]
+    user.replace_input_with(constant, again)
+    return f"{again.target} for {constant} in {user}"
+
+
+def _constants(graph: Graph) -> list[Node]:
+    found = [
+        node
+        for node in graph.find_nodes(op="get_attr")
+        if node.users
+        and isinstance(getattr(graph.owning_module, str(node.target), None), torch.Tensor)
+    ]
+    if not found:
+        raise UnfitEditError("no constant")
+    return found
+
+
 _EDITS: tuple[Callable[[Graph, Node, random.Random], str], ...] = (
     _read_another,
     _read_another,
@@ -267,6 +334,9 @@ _EDITS: tuple[Callable[[Graph, Node, random.Random], str], ...] = (
     _read_through,
     _write_into,
 )
+
+_EDITS_OF_MEMORY = (_write_through_a_view, _edit_constant, _read_constant_again)
+"""Edits that few steps have a place for."""
 
 
 def _before(graph: Graph, node: Node) -> list[Node]:

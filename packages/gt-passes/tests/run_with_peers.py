@@ -16,6 +16,8 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
+from gt_passes.analysis.host_copies import OFFLOAD, RELOAD, WAIT_COPY
+
 functional = torch.ops._c10d_functional
 
 
@@ -40,7 +42,28 @@ def are_equal_bits(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 class _OfImaginedWorld(Interpreter):
+    def __init__(self, graph_module: GraphModule, *, garbage_collect_values: bool) -> None:
+        super().__init__(graph_module, garbage_collect_values=garbage_collect_values)
+        self._in_flight: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def _start_copy(self, source: torch.Tensor, *_: Any) -> torch.Tensor:
+        """A copy that has brought nothing yet."""
+        copy = torch.full_like(source, float("nan"))
+        self._in_flight[copy.data_ptr()] = (copy, source)
+        return copy
+
+    def _wait_copy(self, copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """Copy as late as may be; memory that the wait does not name may be another's by then."""
+        started, copied = self._in_flight.pop(copy.data_ptr(), (copy, None))
+        if copied is not None and copied.data_ptr() == source.data_ptr():
+            started.copy_(copied)
+        return copy
+
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in (OFFLOAD, RELOAD):
+            return self._start_copy(*args, **kwargs)
+        if target is WAIT_COPY:
+            return self._wait_copy(*args, **kwargs)
         exchange = _EXCHANGES.get(target)
         return super().call_function(target if exchange is None else exchange, args, kwargs)
 

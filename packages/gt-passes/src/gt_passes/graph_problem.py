@@ -14,6 +14,7 @@ Check = Literal[
     "barriers",
     "random numbers",
     "collective waits",
+    "copy waits",
     "collective arguments",
     "dataflow",
     "declared bounds",

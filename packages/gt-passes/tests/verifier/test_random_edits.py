@@ -85,7 +85,7 @@ def test_an_error_of_the_verifier_does_not_end_a_campaign(monkeypatch):
 
 def test_what_is_accepted_and_does_not_run_does_not_end_a_campaign(monkeypatch):
     step = small_step()
-    monkeypatch.setattr(edit_campaign, "edit_at_random", lambda *_: "nothing")
+    monkeypatch.setattr(edit_campaign, "edit_at_random", lambda *_, **__: "nothing")
     num_runs = 0
 
     def run_twice(*arguments):

@@ -19,6 +19,7 @@ from gt_passes.analysis.aliasing import has_unknown_effects, may_write
 from gt_passes.analysis.call_form import CallForm, call_form
 from gt_passes.analysis.collectives import is_collective, is_declared_launch, is_wait
 from gt_passes.analysis.graph_constants import FrozenAttribute, freeze_attribute
+from gt_passes.analysis.host_copies import is_host_copy
 from gt_passes.analysis.operator_effects import (
     draws_random_numbers,
     has_other_effect,
@@ -69,6 +70,7 @@ class CallKind(NamedTuple):
     has_effect: bool
     is_declared_launch: bool
     reads_layout: bool
+    is_host_copy: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -107,6 +109,9 @@ class GraphScan:
 
     waits: tuple[Node, ...]
     """Waits for functional collectives."""
+
+    host_copies: tuple[Node, ...]
+    """Starts of copies to and from host memory, and waits for them."""
 
     effects: tuple[Node, ...]
     """Nodes that are there for something besides their result, and are none of the above: asserts,
@@ -167,7 +172,7 @@ class GraphScan:
         return changed
 
 
-_ORDINARY = CallKind(False, False, False, False, False, False, False, False)
+_ORDINARY = CallKind(*[False] * len(CallKind._fields))
 
 
 @dataclass(slots=True)
@@ -230,6 +235,7 @@ class GraphScanner:
                 node for node, kind in kinds.items() if kind.is_declared_launch
             ),
             waits=tuple(node for node, kind in kinds.items() if kind.is_wait),
+            host_copies=tuple(node for node, kind in kinds.items() if kind.is_host_copy),
             effects=tuple(node for node, kind in kinds.items() if kind.has_effect),
             layout_readers=tuple(node for node, kind in kinds.items() if kind.reads_layout),
         )
@@ -261,6 +267,7 @@ def _kind_of(node: Node) -> CallKind:
         has_effect=False,
         is_declared_launch=False,
         reads_layout=reads_memory_layout(node),
+        is_host_copy=is_host_copy(node),
     )
     if isinstance(target, OpOverload):
         kind = kind._replace(

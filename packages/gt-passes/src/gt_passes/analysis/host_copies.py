@@ -22,6 +22,8 @@ and the wait joins it again. Only new host memory cannot, hence ``offload_into``
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.fx import Node
 
@@ -52,6 +54,31 @@ def is_host_copy(node: Node) -> bool:
 def starts_host_copy(node: Node) -> bool:
     """Whether a node starts a copy, in either direction."""
     return node.target in (OFFLOAD, RELOAD)
+
+
+def copy_source(start: Node) -> object:
+    """The tensor that a copy reads until it was waited for.
+
+    Args:
+        start: a node for which ``starts_host_copy`` holds.
+    """
+    return start.args[0] if start.args else next(iter(start.kwargs.values()))
+
+
+def waits_for_copy(start: Node) -> Iterator[Node]:
+    """The waits for a copy.
+
+    Args:
+        start: a node for which ``starts_host_copy`` holds.
+    """
+    for user in start.users:
+        if user.target is WAIT_COPY and waited_copy(user) is start:
+            yield user
+
+
+def waited_copy(wait: Node) -> object:
+    """The copy that a ``WAIT_COPY`` node waits for."""
+    return wait.args[0] if wait.args else wait.kwargs["copy"]
 
 
 def is_copy_to_host(node: Node) -> bool:

@@ -17,6 +17,7 @@ from gt_config.node_keys import ChunkAnnotation
 from gt_passes._torch_internals import value_of
 from gt_passes.analysis.collectives import is_collective, is_declared_launch, waits_of
 from gt_passes.analysis.graph_scan import GraphScan, GraphScanner
+from gt_passes.analysis.host_copies import starts_host_copy, waits_for_copy
 from gt_passes.analysis.operator_effects import is_only_a_view
 from gt_passes.analysis.written_memory import Memory, memories_written
 from gt_trace.node_metadata import read_annotation
@@ -144,4 +145,6 @@ def _touching(memory: Memory, scan: GraphScan) -> list[Node]:
             found[user] = None
             if is_collective(user) or is_declared_launch(user):  # the network reads until the wait
                 found.update(dict.fromkeys(waits_of(user)))
+            elif starts_host_copy(user):
+                found.update(dict.fromkeys(waits_for_copy(user)))
     return sorted(found, key=scan.position.__getitem__)

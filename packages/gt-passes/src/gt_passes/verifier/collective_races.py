@@ -1,4 +1,4 @@
-"""Check that nobody touches memory that a collective in flight reads or writes.
+"""Check that nothing touches memory that a collective or host copy in flight reads or writes.
 
 Between a launch and its wait the network reads the arguments, and writes the result. Whatever
 overwrites an argument in between races with it, and so does whatever reads the buffer that a
@@ -17,6 +17,7 @@ from torch.fx import Node
 from gt_passes.analysis.aliasing import written_nodes
 from gt_passes.analysis.collectives import is_declared_launch, is_wait, raw_results, waits_of
 from gt_passes.analysis.graph_scan import GraphScan
+from gt_passes.analysis.host_copies import starts_host_copy, waits_for_copy
 from gt_passes.analysis.operator_effects import is_only_a_view, reads_only_metadata
 from gt_passes.analysis.written_memory import Memory
 from gt_passes.graph_problem import GraphProblem
@@ -28,7 +29,8 @@ def find_race_problems(order: MemoryOrder) -> Iterator[GraphProblem]:
     if not order.memory_of:
         return
     position, calls = order.scan.position, order.scan.calls
-    for launch in (*order.scan.launches, *order.scan.declared_launches):
+    copies = filter(starts_host_copy, order.scan.host_copies)
+    for launch in (*order.scan.launches, *order.scan.declared_launches, *copies):
         if order.memory_of.keys().isdisjoint(calls[launch].split()[1]):
             continue  # as of most
         end = _end_of_flight(launch, order.scan)
@@ -40,12 +42,14 @@ def find_race_problems(order: MemoryOrder) -> Iterator[GraphProblem]:
             accesses = _writes(memory, position[launch], end)
             if id(memory) in written:
                 accesses = _accesses(memory, order.scan, position[launch], end)
+            is_copy = starts_host_copy(launch)
+            kind = "copy" if is_copy else "collective"
             for access in accesses:
                 yield GraphProblem(
-                    check="collective waits",
+                    check="copy waits" if is_copy else "collective waits",
                     node_name=access.name,
                     target=str(access.target),
-                    message=f"it touches the memory of {argument.name} while the collective "
+                    message=f"it touches the memory of {argument.name} while the {kind} "
                     f"{launch.name} is in flight",
                     expected=f"to stand before {launch.name} or after its wait",
                     got="to stand between them",
@@ -57,6 +61,9 @@ def _end_of_flight(launch: Node, scan: GraphScan) -> int:
     if is_declared_launch(launch):
         # One wait may be enough for several results.
         return max(map(scan.position.__getitem__, waits_of(launch)), default=len(scan.position))
+    if starts_host_copy(launch):
+        ends = map(scan.position.__getitem__, waits_for_copy(launch))
+        return max(ends, default=len(scan.position))
     end = scan.position[launch]
     for result in raw_results(launch):
         waits = [scan.position[user] for user in result.users if is_wait(user)]

@@ -1,4 +1,4 @@
-"""Check that every functional collective is waited for once, and that nothing reads it before.
+"""Check that every collective and host copy is waited for once, and that nothing reads it before.
 
 The result of a launch is memory that may still be written to. A missing or late wait is a race that
 testing rarely shows, so it is read off the graph. A second wait is harmless when it runs, but no
@@ -13,6 +13,8 @@ from torch.fx import Node
 
 from gt_passes.analysis.collectives import is_wait, raw_results
 from gt_passes.analysis.graph_scan import GraphScan
+from gt_passes.analysis.host_copies import copy_source, starts_host_copy, waits_for_copy
+from gt_passes.analysis.node_calls import arguments_of
 from gt_passes.analysis.operator_effects import is_only_a_view, reads_only_metadata
 from gt_passes.graph_problem import GraphProblem
 
@@ -46,6 +48,7 @@ def find_wait_problems(
                     expected=f"a use of wait_tensor({result.name})",
                     got=f"a use of {result.name} itself",
                 )
+    yield from _host_copy_problems(scan)
     for wait in find_repeated_waits(scan):
         if wait not in tolerated:
             yield GraphProblem(
@@ -56,6 +59,51 @@ def find_wait_problems(
                 expected=f"one wait for {_awaited(wait)}",
                 got="several",
             )
+
+
+def _host_copy_problems(scan: GraphScan) -> Iterator[GraphProblem]:
+    """Yield a problem for each copy to or from the host that is not waited for as it must be."""
+    for node in scan.host_copies:
+        if starts_host_copy(node):
+            yield from _started_copy_problems(node)
+            continue
+        arguments = arguments_of(node)
+        copy, source = arguments["copy"], arguments["source"]
+        if not isinstance(copy, Node) or not starts_host_copy(copy):
+            yield _copy_problem(node, f"it waits for {copy}, which starts no copy", "a wait")
+        elif source is not copy_source(copy):
+            yield _copy_problem(
+                node,
+                f"it names {source} as what {copy.name} copies, whose memory is then not kept",
+                f"wait_copy({copy.name}, {copy_source(copy)})",
+            )
+
+
+def _started_copy_problems(start: Node) -> Iterator[GraphProblem]:
+    waits = list(waits_for_copy(start))
+    if not waits:
+        yield _copy_problem(start, "this copy is never waited for", _wait_for(start))
+    for wait in waits[1:]:
+        yield _copy_problem(wait, f"it is not the only wait for {start.name}", "one wait")
+    for reader in start.users:
+        if reader not in waits and not reads_only_metadata(reader):
+            yield _copy_problem(
+                reader, f"it reads {start.name}, a copy in flight, unwaited", _wait_for(start)
+            )
+
+
+def _wait_for(start: Node) -> str:
+    return f"a use of wait_copy({start.name}, {copy_source(start)})"
+
+
+def _copy_problem(node: Node, message: str, expected: str) -> GraphProblem:
+    return GraphProblem(
+        check="copy waits",
+        node_name=node.name,
+        target=str(node.target),
+        message=message,
+        expected=expected,
+    )
 
 
 def find_repeated_waits(scan: GraphScan) -> Iterator[Node]:

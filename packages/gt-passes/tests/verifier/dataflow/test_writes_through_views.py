@@ -29,6 +29,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "view_dtype": lambda x: x.view(torch.int32),
     "alias": lambda x: aten.alias(x),
     "chunk": lambda x: x.chunk(2)[1],
+    "unsafe_split": lambda x: torch.unsafe_split(x, 3)[1],
     "diagonal of a part": lambda x: x[:3, 3:].diagonal(1),
 }
 

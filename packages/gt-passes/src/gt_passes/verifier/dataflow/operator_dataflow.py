@@ -58,7 +58,8 @@ def apply_rule(
         return item_of(call, operands[0]) if operands else None
     known = table.rules.get(form)
     if known is None:
-        known = (_rule_for(form), _open_arguments(call))
+        rule = None if _may_not_be_done(call) else _rule_for(form)
+        known = (rule, _open_arguments(call))
         if form.is_exact:
             table.rules[form] = known
     rule, open_arguments = known
@@ -81,6 +82,13 @@ def apply_rule(
     if of_one_piece and form.is_exact and len(operands) == 1:
         table.note(form, operands[0], value)
     return value
+
+
+def _may_not_be_done(call: NodeCall) -> bool:
+    """Whether a call returns a copy before it is done: the host must not read it at once."""
+    assert isinstance(call.target, OpOverload)  # others have no rule
+    arguments = with_defaults(call.target, call.args, call.kwargs)
+    return arguments.get("non_blocking") is True
 
 
 class _Operand(int):

@@ -426,7 +426,8 @@ def _name(names: dict[int, str], value: Value, node: Node) -> None:
 
 def _returns_argument(node: Node) -> bool:
     """Whether the one result of a node is the argument that it wrote."""
-    assert isinstance(node.target, OpOverload)  # others are barriers
+    if not isinstance(node.target, OpOverload):
+        return False
     returns = node.target._schema.returns
     alias = returns[0].alias_info if len(returns) == 1 else None
     return alias is not None and alias.is_write
