@@ -162,7 +162,7 @@ the module's outputs cannot be captured:
         lambda m, x: (x * m.weight, {1}),
         """\
 the module's outputs cannot be captured:
-  output[1] is a set; return tensors""",
+  output[1] is a set; return tensors, numbers, strings, None, or tuples, lists and dictionaries of them""",
     ),
     "a buffer replaced": (
         replace_buffer,
