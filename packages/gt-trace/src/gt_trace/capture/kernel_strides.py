@@ -146,7 +146,7 @@ class KernelStrideMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             return result
         # Operators that are tried take tensors as they are, in no lists.
         tensors = [each for each in (*args, *given.values()) if isinstance(each, torch.Tensor)]
-        if all(each.is_contiguous() for each in tensors):
+        if all(map(_is_contiguous, tensors)):
             return result  # then fake kernels agree with real ones
         return self._with_kernel_strides(func, args, given, tensors, result)
 
@@ -176,10 +176,11 @@ class KernelStrideMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         for dim in reversed(order):
             strides[dim] = step
             step = step * result.shape[dim]
-        if all(
-            was == now or (type(size) is int and size < 2)
-            for size, was, now in zip(result.shape, result.stride(), strides, strict=True)
-        ):
+        # As numbers: a comparison of symbols would become an assumption of the graph.
+        sizes, was, now = map(_numbers, (result.shape, result.stride(), strides))
+        if sizes is None or was is None or now is None:
+            return result
+        if all(size < 2 or old == new for size, old, new in zip(sizes, was, now, strict=True)):
             return result
         with self:
             return torch.empty_strided(
@@ -244,6 +245,21 @@ def _result_orders(
         orders = _measured(func, args, kwargs, layouts) or unknown
         _KNOWN[key] = orders
     return orders
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is contiguous, for the hints of its symbols; one without hints counts so."""
+    if all(type(each) is int for each in (*tensor.shape, *tensor.stride())):
+        return tensor.is_contiguous()
+    shape, stride = _numbers(tensor.shape), _numbers(tensor.stride())
+    if shape is None or stride is None:
+        return True
+    step = 1
+    for size, own in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and own != step:
+            return False
+        step *= size
+    return True
 
 
 def _numbers(sizes: Sequence[Any]) -> tuple[int, ...] | None:
