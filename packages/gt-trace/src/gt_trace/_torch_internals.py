@@ -43,6 +43,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    is_fake,
 )
 
 # DTensor is public, its constructor over a local tensor and the class of its layouts are not.

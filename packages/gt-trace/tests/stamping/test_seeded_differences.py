@@ -25,6 +25,9 @@ from seeded_models import (
 from stamp_models import Block, Toy, differences, stamp
 from torch import Tensor, nn
 
+from gt_trace import CaptureError
+from gt_trace.stamping.report import NotStampable
+
 
 @pytest.mark.parametrize("name", SEEDED)
 def test_difference_is_found_and_nothing_stamped(
@@ -101,11 +104,32 @@ def test_what_a_forward_sets_on_modules_is_taken_back_before_the_full_trace() ->
             return super().forward(x)
 
     model = LazyTable(block=Counting)
+    with pytest.raises(CaptureError) as error:
+        stamp(model)
+    assert isinstance(error.value.__context__, NotStampable)
+    assert str(error.value.__context__).startswith("the forward sets ")
+    assert "module.table is new: a tensor of shape [4]" in str(error.value)
+    assert "module.layers.0.steps is new: 1" in str(error.value)
+    assert [layer.steps for layer in model.layers] == [0] * 6
+    assert model.table is None
+
+
+def test_what_a_forward_sets_once_is_set_by_the_full_trace() -> None:
+    class Measuring(Block):
+        length = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.length = x.shape[1]
+            return super().forward(x)
+
+    model = Toy(block=Measuring)
     captured = stamp(model)
-    assert captured.report.refusal in ("the forward sets table", "the forward sets layers.0.steps")
-    assert [layer.steps for layer in model.layers] == [1] * 6
-    fresh = LazyTable(block=Counting)
-    assert differences(fresh, captured) == []
+    assert captured.report.refusal is not None
+    assert captured.report.refusal.startswith("the forward sets layers.")
+    assert captured.report.refusal.endswith(".length")
+    again = stamp(model)
+    assert again.report.refusal is None
+    assert differences(model, again) == []
 
 
 def test_gradients_of_other_parameters_of_one_layer_are_a_reason_to_trace_all() -> None:

@@ -38,6 +38,7 @@ from gt_trace.capture.inherit import inherit_annotations
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
 from gt_trace.capture.kernel_strides import new_fake_mode
 from gt_trace.capture.live_state import LiveState
+from gt_trace.capture.lost_changes import PythonChanges, with_settled_objects
 from gt_trace.capture.module_state import collect_state, parameter_names
 from gt_trace.capture.optimizer_state import (
     captured_groups,
@@ -144,7 +145,7 @@ def trace_without_code(
 ) -> Callable[..., TracedStep]:
     """``trace_step`` for a graph of which another is made: its code is generated when asked for."""
 
-    def once(*args: Any, **kwargs: Any) -> TracedStep:
+    def once(changes: PythonChanges, args: Any, kwargs: Any) -> TracedStep:
         refuse_gradient_hooks(module)
         refuse_inference_mode()
         captured_mode = CapturedMode.now(module)
@@ -152,7 +153,7 @@ def trace_without_code(
         for preparer in input_preparers:
             inputs = preparer.before_faking(inputs)
         flat = FlatInputs.of(fn, collect_state(module, optimizer), inputs)
-        step = _TracedFunction(fn, flat, optimizer, input_preparers, captured_mode)
+        step = _TracedFunction(fn, flat, module, optimizer, input_preparers, captured_mode, changes)
         mode = fake_mode or new_fake_mode()
         fakes = flat.fake(mode, torch.device(meta_device))
         graph_module = _traced(step, fakes, mode, module)
@@ -184,7 +185,10 @@ def trace_without_code(
 
     def capture(*args: Any, **kwargs: Any) -> TracedStep:
         def settled() -> TracedStep:
-            return with_settled_hooks(module, lambda: once(*args, **kwargs))
+            return with_settled_hooks(
+                module,
+                lambda: with_settled_objects(module, lambda changes: once(changes, args, kwargs)),
+            )
 
         return with_untouched_generators(fn, module, settled)
 
@@ -226,12 +230,16 @@ class _TracedFunction:
         self,
         fn: Callable[..., Any],
         flat: FlatInputs,
+        module: nn.Module | None,
         optimizer: torch.optim.Optimizer | None,
         preparers: Sequence[InputPreparer],
         mode: CapturedMode,
+        changes: PythonChanges,
     ) -> None:
         self._fn = fn
         self._flat = flat
+        self._module = module
+        self._changes = changes
         self._optimizer = optimizer
         self._preparers = preparers
         self._mode = mode
@@ -245,7 +253,15 @@ class _TracedFunction:
             inputs = preparer.inside_trace(inputs)
         slots = self._flat.slots
         traced = {id(slot.tensor): tensor for slot, tensor in zip(slots, state, strict=True)}
+        roots = {
+            "module": self._module,
+            "step": self._fn,
+            "optimizer": self._optimizer,
+            "args": inputs.args,
+            "kwargs": inputs.kwargs,
+        }
         with (
+            self._changes.undone(roots, optimizer=self._optimizer),
             memoised_stack_traces(),
             swapped_optimizer(self._optimizer, traced, parameter_names(slots)),
         ):

@@ -45,6 +45,7 @@ from gt_trace.capture.inherit import inherit_annotations
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
 from gt_trace.capture.kernel_strides import new_fake_mode
 from gt_trace.capture.live_state import LiveState
+from gt_trace.capture.lost_changes import PythonChanges, with_settled_objects
 from gt_trace.capture.module_state import collect_state
 from gt_trace.capture.purity import (
     refuse_constants,
@@ -107,10 +108,11 @@ def export_joint_graph(
     inputs = TraceInputs(args=args, kwargs=dict(kwargs or {}))
     device, placements = torch.device(meta_device), dict(gradient_placements or {})
 
+    def once(changes: PythonChanges) -> JointGraph:
+        return _joint_graph(module, inputs, device, placements, input_preparers, changes)
+
     def settled() -> JointGraph:
-        return with_settled_hooks(
-            module, lambda: _joint_graph(module, inputs, device, placements, input_preparers)
-        )
+        return with_settled_hooks(module, lambda: with_settled_objects(module, once))
 
     return with_untouched_generators(module.forward, module, settled)
 
@@ -121,6 +123,7 @@ def _joint_graph(
     meta_device: torch.device,
     gradient_placements: dict[str, Sequence[Placement]],
     preparers: Sequence[InputPreparer],
+    changes: PythonChanges,
 ) -> JointGraph:
     refuse_inference_mode()
     mode = CapturedMode.now(module)
@@ -130,7 +133,7 @@ def _joint_graph(
     fake_mode = new_fake_mode()
     fakes = flat.fake(fake_mode, meta_device)
     state, fake_arguments = flat.rebuild(fakes)
-    shell = _Shell(module, flat, state, gradient_placements, mode, preparers)
+    shell = _Shell(module, flat, state, gradient_placements, mode, preparers, changes)
     exported = _export(shell, module, fake_arguments, fake_mode)
     graph_module = exported.graph_module
     _mark_backward(graph_module)
@@ -229,9 +232,11 @@ class _Shell(nn.Module):
         gradient_placements: Mapping[str, Sequence[Placement]],
         mode: CapturedMode,
         preparers: Sequence[InputPreparer],
+        changes: PythonChanges,
     ) -> None:
         super().__init__()
         self._mode = mode
+        self._changes = changes
         # In a list, so that its own parameters are not registered a second time.
         self._inner = [module]
         self._gradient_placements = gradient_placements
@@ -250,6 +255,12 @@ class _Shell(nn.Module):
         remaining = iter(tensors)
         leaves = [a.leaf if a.layout is None else next(remaining) for a in self.flat.arguments]
         args, kwargs = pytree.tree_unflatten(leaves, self.flat.argument_spec)
+        roots = {"module": self._inner[0], "args": args, "kwargs": kwargs}
+        with self._changes.undone(roots):
+            result = self._run(args, kwargs, leaves)
+        return self._flatten_outputs(result)
+
+    def _run(self, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
         slots = self.flat.slots
         try:
             state = [getattr(self, name) for name in state_names(self.flat)]
@@ -278,7 +289,7 @@ class _Shell(nn.Module):
         finally:
             for slot in slots:
                 slot.put(slot.tensor)
-        return self._flatten_outputs(result)
+        return result
 
     def _refuse_recast_state(self, casts: Mapping[int, int]) -> None:
         """Refuse state that autocast would cast once; note arguments, which need not be leaves."""

@@ -30,6 +30,7 @@ from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
 from gt_trace.capture.kernel_strides import new_fake_mode
 from gt_trace.capture.module_state import StateSlot, collect_state
+from gt_trace.capture.python_state import PythonState
 from gt_trace.capture.random_state import RandomWatch
 from gt_trace.capture.reachable_generators import HeldGenerator, reachable_generators
 from gt_trace.capture.trace import (
@@ -303,8 +304,8 @@ class _Stamper:
 
             def run() -> Any:
                 with (
+                    _unchanged(self.module, self.fn, inputs),
                     _swapped(flat.slots, state),
-                    _unchanged(self.module),
                     watch.running(),
                     autocast_cache(enabled=torch.is_autocast_cache_enabled()),
                 ):
@@ -329,26 +330,22 @@ class _Stamper:
 
 
 @contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Take back what a forward sets on modules: tables that it makes at its first call, counters.
+def _unchanged(module: nn.Module, fn: Callable[..., Any], inputs: TraceInputs) -> Iterator[None]:
+    """Undo the changes of Python objects that are made inside, as ``PythonState`` finds them.
 
     Raises:
-        NotStampable: it has set something. The full trace shall find the model as it was.
+        NotStampable: something has changed. The full trace shall find the model as it was.
     """
-    before = [(name, each, dict(vars(each))) for name, each in module.named_modules()]
-    changed: list[str] = []
+    state = PythonState({"": module, "step": fn, "args": inputs.args, "kwargs": inputs.kwargs})
+    changed = []
     try:
         yield
+        changed = state.changes()
     finally:
-        for name, each, held in before:
-            now = vars(each)
-            names = [key for key in (held | now) if now.get(key, now) is not held.get(key, now)]
-            if names:
-                changed += [f"{name}.{key}".lstrip(".") for key in names]
-                now.clear()
-                now.update(held)
+        state.restore()
     if changed:
-        raise NotStampable(f"the forward sets {changed[0]}")
+        place = changed[0].holder.place(changed[0].key)
+        raise NotStampable(f"the forward sets {place.lstrip('.')}")
 
 
 @contextmanager
