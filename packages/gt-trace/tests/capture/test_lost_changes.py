@@ -352,3 +352,18 @@ def test_cache_that_was_filled_before_the_capture_is_no_refusal() -> None:
     x = torch.full((3, 4), 0.5)
     expected = model(x).sum()
     assert torch.equal(captured_as_step(model).bind(model)(x), expected)
+
+
+@pytest.mark.parametrize("capture", [captured_as_step, captured_jointly])
+def test_recurrent_layer_lists_its_own_parameters_after_a_capture(
+    capture: Callable[[nn.Module], Any],
+) -> None:
+    class FirstOutput(nn.LSTM):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # returns the states too
+            output: Tensor = super().forward(x)[0]
+            return output
+
+    model = FirstOutput(4, 4)
+    capture(model)
+    assert [id(each) for each in model._flat_weights] == [id(each) for each in model.parameters()]
+    assert not is_fake(model(torch.ones(3, 4)))

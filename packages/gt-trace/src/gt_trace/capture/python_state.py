@@ -35,6 +35,9 @@ _STATE_OF_MODULES = frozenset(
 _NO_STATE = frozenset({*vars(nn.Module()), *HOOKS, "_opt_called"} - _STATE_OF_MODULES)
 """Attributes that no replay needs. Hooks are compared by ``with_settled_hooks``."""
 
+_OF_PARAMETERS = frozenset({"_flat_weights", "_flat_weight_refs"})
+"""Attributes in which PyTorch's recurrent layers list their parameters at each call."""
+
 _MOST_ENTERED = 10_000
 """Larger containers are compared, and what they hold is not entered."""
 
@@ -250,7 +253,7 @@ class PythonState:
             before = holder.before
             for key in {**before, **after}:
                 old, new = before.get(key, MISSING), after.get(key, MISSING)
-                if old is not new and key not in _NO_STATE and not _same(old, new):
+                if old is not new and key not in _NO_STATE | _OF_PARAMETERS and not _same(old, new):
                     found.append(Change(holder=holder, key=key, before=old, after=new))
         return found
 
