@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from gt_trace import trace_step
-from gt_trace.capture.kernel_strides import KernelStrideMode, new_fake_mode
+from gt_trace._torch_internals import FakeTensorMode
+from gt_trace.capture.kernel_strides import new_fake_mode
 
 aten = torch.ops.aten
 TURNED = torch.rand(2, 6, 4).transpose(1, 2)
@@ -46,7 +47,7 @@ def _strides(tensor: torch.Tensor) -> list[int]:
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
-def _fakes(mode: KernelStrideMode) -> list[torch.Tensor]:
+def _fakes(mode: FakeTensorMode) -> list[torch.Tensor]:
     return [mode.from_tensor(each, static_shapes=True) for each in (TURNED, SPREAD, LAST)]
 
 

@@ -126,66 +126,65 @@ _KNOWN: dict[Any, tuple[_Order | None, ...]] = {}
 
 def new_fake_mode() -> FakeTensorMode:
     """Return a mode for a capture: with symbolic sizes, and with the strides of kernels."""
-    return KernelStrideMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-
-
-class KernelStrideMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's base class
-    """A fake mode whose tensors have the strides that kernels give."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    fake_dispatch = mode.dispatch
 
     def dispatch(
-        self,
         func: Any,
         types: Sequence[type],
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> Any:
-        """Run an operator on fake tensors."""
         given = kwargs or {}
-        result = super().dispatch(func, types, args, given)
+        result = fake_dispatch(func, types, args, given)
         if not _is_tried(func):
             return result
         # Operators that are tried take tensors as they are, in no lists.
         tensors = [each for each in (*args, *given.values()) if isinstance(each, torch.Tensor)]
         if all(map(_is_contiguous, tensors)):
             return result  # then fake kernels agree with real ones
-        return self._with_kernel_strides(func, args, given, tensors, result)
+        return _with_kernel_strides(mode, func, args, given, tensors, result)
 
-    def _with_kernel_strides(
-        self,
-        func: OpOverload,
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        tensors: Sequence[torch.Tensor],
-        result: Any,
-    ) -> Any:
-        results, spec = pytree.tree_flatten(result)
-        if not all(_is_plain(each) for each in (*tensors, *results)):
-            return result
-        orders = _result_orders(func, args, kwargs, tensors, len(results))
-        changed = [
-            self._laid_out(each, order) if isinstance(each, torch.Tensor) else each
-            for each, order in zip(results, orders, strict=True)
-        ]
-        return pytree.tree_unflatten(changed, spec)
+    # Not a subclass: higher-order operators have rules for this very class.
+    mode.dispatch = dispatch  # type: ignore[method-assign]
+    return mode
 
-    def _laid_out(self, result: torch.Tensor, order: _Order | None) -> torch.Tensor:
-        if order is None or len(order) != result.dim():
-            return result
-        strides: list[Any] = [1] * len(order)
-        step: Any = 1
-        for dim in reversed(order):
-            strides[dim] = step
-            step = step * result.shape[dim]
-        # As numbers: a comparison of symbols would become an assumption of the graph.
-        sizes, was, now = map(_numbers, (result.shape, result.stride(), strides))
-        if sizes is None or was is None or now is None:
-            return result
-        if all(size < 2 or old == new for size, old, new in zip(sizes, was, now, strict=True)):
-            return result
-        with self:
-            return torch.empty_strided(
-                result.shape, strides, dtype=result.dtype, device=result.device
-            )
+
+def _with_kernel_strides(
+    mode: FakeTensorMode,
+    func: OpOverload,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    tensors: Sequence[torch.Tensor],
+    result: Any,
+) -> Any:
+    results, spec = pytree.tree_flatten(result)
+    if not all(_is_plain(each) for each in (*tensors, *results)):
+        return result
+    orders = _result_orders(func, args, kwargs, tensors, len(results))
+    changed = [
+        _laid_out(mode, each, order) if isinstance(each, torch.Tensor) else each
+        for each, order in zip(results, orders, strict=True)
+    ]
+    return pytree.tree_unflatten(changed, spec)
+
+
+def _laid_out(mode: FakeTensorMode, result: torch.Tensor, order: _Order | None) -> torch.Tensor:
+    if order is None or len(order) != result.dim():
+        return result
+    strides: list[Any] = [1] * len(order)
+    step: Any = 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step = step * result.shape[dim]
+    # As numbers: a comparison of symbols would become an assumption of the graph.
+    sizes, was, now = map(_numbers, (result.shape, result.stride(), strides))
+    if sizes is None or was is None or now is None:
+        return result
+    if all(size < 2 or old == new for size, old, new in zip(sizes, was, now, strict=True)):
+        return result
+    with mode:
+        return torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
 
 
 _TRIED: dict[Any, bool] = {}
