@@ -261,11 +261,15 @@ class ScoreByIndex(Attending):
 
 
 class Window:
-    """An object that the functions of all layers read, and that holds something else by turns."""
+    """An object that the functions of all layers read, and that holds something else by turns.
 
-    size = LENGTH
-    head = 0
-    slopes: Any = None
+    A forward leaves it as it was.
+    """
+
+    def __init__(self) -> None:
+        self.size = LENGTH
+        self.head = 0
+        self.slopes: Any = None
 
 
 class OtherWindow(Attending):
@@ -281,6 +285,7 @@ class OtherWindow(Attending):
         for index, layer in enumerate(self.layers):
             self.window.size = LENGTH // (2 if index == ODD else 1)
             x = layer(x, mask)
+        self.window.size = LENGTH
         return x
 
 
@@ -305,6 +310,7 @@ class OtherSlope(Attending):
         for index, layer in enumerate(self.layers):
             self.window.head = int(index == ODD)
             x = layer(x, mask)
+        self.window.head, self.window.slopes = 0, None
         return x
 
 
@@ -320,6 +326,7 @@ class OtherTable(OtherSlope):
         for index, layer in enumerate(self.layers):
             self.window.slopes = self.others if index == ODD else self.slopes
             x = layer(x, mask)
+        self.window.slopes = None
         return x
 
 
