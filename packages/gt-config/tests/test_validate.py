@@ -87,8 +87,8 @@ def test_lists_every_violation_at_once_with_its_exact_text():
         "     allowed: 'none', 'aot_fx_trace' or 'aot_joint'\n"
         "     fix: did you mean 'aot_fx_trace'?\n"
         "  2. --compile.fsdp_bucket_cap_mib is 0\n"
-        "     allowed: None, or a finite number above 0\n"
-        "     fix: give None, or a finite number above 0\n"
+        "     allowed: None, or a number above 0, at most 1e9\n"
+        "     fix: give None, or a number above 0, at most 1e9\n"
         "  3. --compile.prefetch_layers is -1\n"
         "     allowed: 0 or more\n"
         "     fix: give 0 or more\n"
@@ -229,12 +229,16 @@ def test_refuses_a_wrong_value_in_words(config, expected):
     ("solver", "flag", "allowed"),
     [
         *(
-            ({"memory_budget_gib": value}, "memory_budget_gib", "None, or a finite number above 0")
-            for value in (0, -1.0, math.inf, math.nan)
+            (
+                {"memory_budget_gib": value},
+                "memory_budget_gib",
+                "None, or a number above 0, at most 1e9",
+            )
+            for value in (0, -1.0, 1e300, math.inf, math.nan)
         ),
         *(
-            ({"time_limit_seconds": value}, "time_limit_seconds", "a finite number above 0")
-            for value in (0, -1.0, math.inf, math.nan)
+            ({"time_limit_seconds": value}, "time_limit_seconds", "a number above 0, at most 1e9")
+            for value in (0, -1.0, 1e300, math.inf, math.nan)
         ),
         *(
             ({"relative_gap": value}, "relative_gap", "from 0 up to, but not including, 1")

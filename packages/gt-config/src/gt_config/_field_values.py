@@ -6,7 +6,6 @@ be wrong, so that one mistake is reported once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
@@ -32,7 +31,9 @@ def _at_least(limit: int) -> FieldBound:
 
 
 _POSITIVE = FieldBound(
-    holds=lambda value: value > 0 and math.isfinite(value), words="a finite number above 0"
+    # The upper limit keeps sizes in bytes within what numbers of any type can count.
+    holds=lambda value: 0 < value <= 1e9,
+    words="a number above 0, at most 1e9",
 )
 _POSITIVE_OR_NONE = FieldBound(
     holds=lambda value: value is None or _POSITIVE.holds(value),

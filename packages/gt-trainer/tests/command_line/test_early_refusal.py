@@ -89,8 +89,8 @@ def test_the_message_names_everything_and_says_what_was_not_looked_at_yet():
     assert early_text(["--training.steps", "0", "--compile.offload_host_gib", "-1"]) == (
         "the configuration has 2 problems:\n"
         "  1. --compile.offload_host_gib is -1.0\n"
-        "     allowed: None, or a finite number above 0\n"
-        "     fix: give None, or a finite number above 0\n"
+        "     allowed: None, or a number above 0, at most 1e9\n"
+        "     fix: give None, or a number above 0, at most 1e9\n"
         "  2. --training.steps is 0\n"
         "     allowed: 1 or more\n"
         "     fix: give 1 or more\n"
