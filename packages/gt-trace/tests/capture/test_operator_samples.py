@@ -6,7 +6,7 @@ A captured call gives the bits of eager, forward and backward, or is refused.
 from __future__ import annotations
 
 import pytest
-from operator_samples import compare, operators
+from strided_samples import compare, operators
 
 NUM_SHARDS = 12
 
