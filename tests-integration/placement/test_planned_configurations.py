@@ -25,6 +25,7 @@ RANKS_OF_MINIATURES = 4
 
 MESHES = {
     "llama3_debugmodel": "dp_shard 4",
+    "llama3_debugmodel_flex_attn": "dp_shard 4",
     "llama3_8b": "dp_shard 4 x tp 2",
     "llama3_70b": "dp_shard 32 x tp 8",
     "llama3_405b": "dp_shard 128 x tp 8",
@@ -33,7 +34,9 @@ MESHES = {
     "qwen3_moe_debugmodel": "dp_shard 4",
     "qwen3_14b": "dp_shard 8",
     "deepseek_v3_debugmodel": "dp_shard 4",
+    "deepseek_v3_debugmodel_sdpa": "dp_shard 4",
     "deepseek_v3_16b": "dp_shard 32 x ep 32",
+    "deepseek_v3_16b_sdpa": "dp_shard 32 x ep 32",
     "deepseek_v3_671b": "dp_shard 512 x ep 64",
     "deepseek_v3_671b_pp": "pp 16 x dp_shard 128 x ep 64",
 }
