@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -367,3 +369,34 @@ def test_recurrent_layer_lists_its_own_parameters_after_a_capture(
     capture(model)
     assert [id(each) for each in model._flat_weights] == [id(each) for each in model.parameters()]
     assert not is_fake(model(torch.ones(3, 4)))
+
+
+class _Sized(nn.Module):
+    """A model that settles, or counts its calls and is refused."""
+
+    def __init__(self, *, counts: bool) -> None:
+        super().__init__()
+        self.linear, self.size, self.counts = nn.Linear(4, 4), 0, counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.size = self.size + 1 if self.counts else x.shape[1]
+        result: Tensor = self.linear(x)
+        return result
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("joint", [False, True])
+def test_no_capture_leaves_its_wrappers_on_the_model(counts: bool, joint: bool) -> None:
+    model, x = nn.Sequential(_Sized(counts=counts)), torch.ones(2, 4)
+    with suppress(CaptureError) if counts else nullcontext():
+        if joint:
+            export_joint_graph(model, (x,))
+        else:
+            trace_step(lambda x: model(x).sum().detach(), module=model)(x)
+    assert not any("forward" in vars(each) for each in model.modules())
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        parameter.data.zero_()
+    size = model[0].size
+    assert torch.equal(copied(x), torch.zeros(2, 4))
+    assert size == (0 if counts else 4)

@@ -274,3 +274,23 @@ def test_an_optimizer_that_was_not_given_is_refused():
     mine = Training.of(lambda p: SGD(p, lr=0.1), clears=False, afterwards=lambda o: o.zero_grad())
     with pytest.raises(CaptureError, match=r"SGD steps inside of the step, so that its hyper"):
         trace_step(mine.step, module=mine.model)(INPUTS[0])
+
+
+def test_gradients_of_parameters_that_the_optimizer_does_not_hold_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    trace = trace_step(step, module=model, optimizer=optimizer)
+    with pytest.raises(CaptureError, match=r"1\.weight\.grad, 1\.bias\.grad were written, and a"):
+        trace(torch.ones(2, 4))
+    model[1].requires_grad_(False)
+    trace(torch.ones(2, 4))

@@ -81,12 +81,12 @@ class PythonChanges:
     def keep(self) -> None:
         """Make the changes again."""
         for holder, after in self._left:
-            holder.kind.write(holder.target, after)
+            _write_changed(holder, holder.before, after)
 
     def take_back(self) -> None:
         """Undo the changes again, after ``keep``."""
-        for holder, _ in self._left:
-            holder.kind.write(holder.target, holder.before)
+        for holder, after in self._left:
+            _write_changed(holder, after, holder.before)
 
     def refuse(self) -> None:
         """Refuse the changes.
@@ -105,6 +105,22 @@ class PythonChanges:
             "what only the step needs before it ends. If the model fills a cache, run it once "
             "before the capture"
         )
+
+
+def _write_changed(holder: Holder, was: Mapping[Any, Any], now: Mapping[Any, Any]) -> None:
+    """Change the places of an object in which two contents differ, and leave all others alone.
+
+    A trace annotates methods of modules, which both contents hold and the module no longer does.
+    """
+    held = holder.kind.read(holder.target)
+    for key in {**was, **now}:
+        if was.get(key, MISSING) is now.get(key, MISSING):
+            continue
+        if key in now:
+            held[key] = now[key]
+        else:
+            held.pop(key, None)
+    holder.kind.write(holder.target, held)
 
 
 def with_settled_objects(

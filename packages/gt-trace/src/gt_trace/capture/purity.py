@@ -138,10 +138,8 @@ _PLAIN_RESULTS = frozenset(
 def refuse_side_effects(
     slots: Sequence[StateSlot],
     before: Sequence[tuple[torch.Tensor | None, ...]],
-    *,
-    writes_grad: bool,
 ) -> None:
-    """Refuse a step that replaced state, or wrote a ``.grad`` although that is no part of it.
+    """Refuse a step that replaced state, or left a ``.grad`` that no captured optimizer holds.
 
     Raises:
         CaptureError: lists every such tensor.
@@ -155,13 +153,14 @@ def refuse_side_effects(
                 f"{kind} {name} was replaced, and a replay would not replace it; update it in "
                 "place (copy_, add_)"
             )
-        if not writes_grad and any(old is not None and _has_grad(old) for old in held):
+        if any(old is not None and _has_grad(old) for old in held):
             grads.append(f"{name}.grad")
     if grads:
         was, it = ("was", "it") if len(grads) == 1 else ("were", "them")
         problems.append(
             f"{', '.join(grads)} {was} written, and a replay would lose {it}; use "
-            "torch.autograd.grad and return the gradients"
+            "torch.autograd.grad and return the gradients, or give the parameters to the optimizer "
+            "of the step, or let them require no gradient"
         )
     if problems:
         raise CaptureError("the step has side effects:\n  " + "\n  ".join(problems))

@@ -284,8 +284,8 @@ class _TracedFunction:
                     result = self._fn(*inputs.args, **inputs.kwargs)
                     watch.look()
                 given.refuse_changes()
-                refuse_side_effects(slots, before, writes_grad=self._optimizer is not None)
                 self.gradients.take(state)
+                refuse_side_effects(slots, before)
             finally:
                 for slot in slots:
                     slot.put(slot.tensor)

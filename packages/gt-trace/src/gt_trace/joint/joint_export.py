@@ -285,7 +285,7 @@ class _Shell(nn.Module):
             self._refuse_recast_state(casts)
             live.refuse_live_leaves(pytree.tree_leaves(result))
             given.refuse_changes()
-            refuse_side_effects(slots, before, writes_grad=False)
+            refuse_side_effects(slots, before)
         finally:
             for slot in slots:
                 slot.put(slot.tensor)
