@@ -174,6 +174,8 @@ class Decoder:
         if tag == "sl":
             return slice(*(self._argument(each, before) for each in item[1:]))
         value = self.value(item)
+        if type(value) is int:  # a number that follows from the rank's place in the mesh
+            return _scalar(value)
         if not isinstance(value, _ARGUMENT_TYPES):
             raise ArtifactError(f"an argument of a node is a {type(value).__name__}")
         return value
