@@ -25,6 +25,7 @@ NUM_TRACED = {
     "llama3_405b": (4, 126),
     "qwen3_14b": (4, 40),
     "deepseek_v3_16b": (5, 27),
+    "deepseek_v3_16b_sdpa": (5, 27),
     "deepseek_v3_671b": (7, 61),
 }
 """Layers that are traced, and all: of DeepSeek-V3 the first ones are dense, and traced beside the
