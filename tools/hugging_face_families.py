@@ -9,6 +9,7 @@ buffers is compared. Nothing is downloaded. Run it again with another transforme
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -301,7 +302,8 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 def _sentence(error: Exception) -> str:
     lines = [line for line in str(error).splitlines() if not line.lstrip().startswith("File ")]
-    return " ".join(" ".join(lines).split()).replace("|", "\\|")
+    text = re.sub(r"/\S*/site-packages/", "", " ".join(" ".join(lines).split()))
+    return text.replace("|", "\\|")
 
 
 def _verdict(found: Found, *, padded: bool) -> str:

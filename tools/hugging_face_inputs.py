@@ -330,6 +330,7 @@ OTHER_KINDS: Mapping[str, ModelKind] = {
             "num_key_value_heads": 1,
             "lru_width": 32,
         },
+        refused_because="the step changes Python objects",
     ),
     "Qwen3Next": ModelKind(
         head="ForCausalLM",
