@@ -137,7 +137,8 @@ def test_step_that_writes_grad_is_refused_with_every_parameter_named() -> None:
     assert str(error.value) == (
         "the step has side effects:\n"
         "  weight.grad, bias.grad were written, and a replay would lose them; use "
-        "torch.autograd.grad and return the gradients"
+        "torch.autograd.grad and return the gradients, or give the parameters to the optimizer of "
+        "the step, or let them require no gradient"
     )
 
 
