@@ -141,7 +141,7 @@ class MicrobatchReader:
         return self._laid_out(leaves)
 
     def _laid_out(self, leaves: Sequence[Any]) -> list[Tensor]:
-        """Plain tensors with the captured strides: a part along an inner dimension is a view."""
+        """Return plain tensors with the captured strides; refuse those that cannot have them."""
         plain: list[Tensor] = []
         problems: list[str] = []
         for leaf, signature in zip(leaves, self._leaves, strict=True):
