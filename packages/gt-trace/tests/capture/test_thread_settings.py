@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
-from gt_trace import CaptureError, StateMismatchError, trace_step
+from gt_trace import CaptureError, StateMismatchError, load, save, trace_step
 from gt_trace.joint import export_joint_graph, partition
 
 
@@ -53,6 +55,82 @@ def test_a_joint_graph_of_a_recurrent_layer_has_the_gradients_of_eager() -> None
     found, wanted = (
         [out, *torch.autograd.grad(out.square().mean(), parameters)]
         for out in (run(x)[0], module(x)[0])
+    )
+    assert equal(found, wanted)
+
+
+class Passing(torch.autograd.Function):
+    """Runs a module where autograd is disabled, as every forward of such a function does."""
+
+    @staticmethod
+    def forward(ctx, module, x):
+        return module(x)[0]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, gradient
+
+
+def mixed(module: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        without = module(x)[0]
+    return module(x)[0] - without
+
+
+def nested(module: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        module(x)
+        with torch.enable_grad():
+            inside = module(x)[0]
+        without = module(inside)[0]
+    return inside + without + module(x)[0]
+
+
+BOTH_MODES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "no_grad, then grad": mixed,
+    "enable_grad in no_grad": nested,
+    "function": lambda module, x: module(x)[0] + Passing.apply(module, x),
+    "checkpoint": lambda module, x: checkpoint(mixed, module, x, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("name", BOTH_MODES)
+def test_one_step_runs_a_recurrent_layer_with_autograd_and_without(
+    name: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    module, x = nn.LSTM(4, 4), torch.randn(6, 2, 4)
+    parameters = list(module.parameters())
+
+    def step(x: Tensor) -> list[Tensor]:
+        loss = BOTH_MODES[name](module, x).square().mean()
+        return [loss, *torch.autograd.grad(loss, parameters)]
+
+    traced = trace_step(step, module=module)(x)
+    run, wanted = traced.bind(module), step(x)
+    assert equal(run(x), wanted)
+    with torch.no_grad():
+        assert equal(run(x), wanted)
+    save(traced, tmp_path / "step")
+    assert equal(load(tmp_path / "step", module).bind(module)(x), wanted)
+
+
+def test_a_joint_graph_runs_a_recurrent_layer_with_autograd_and_without() -> None:
+    torch.manual_seed(0)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return mixed(self.layer, x)
+
+    module, x = Both(), torch.randn(6, 2, 4)
+    run = partition(export_joint_graph(module, (x,))).bind(module)
+    found, wanted = (
+        [out, *torch.autograd.grad(out.square().mean(), list(module.parameters()))]
+        for out in (run(x), module(x))
     )
     assert equal(found, wanted)
 

@@ -17,7 +17,6 @@ from gt_pipeline.graph.action_graph import BoxedFunction, boxed
 from gt_pipeline.graph.step_recording import StepRecording
 from gt_trace.capture.bound_inputs import BoundInputs
 from gt_trace.capture.captured_mode import ModeGuard, as_captured
-from gt_trace.capture.thread_settings import reads_grad_mode
 from gt_trace.capture.traced_step import wrapped_leaves
 
 
@@ -57,7 +56,6 @@ class AccumulatedStep:
         self._layouts = traced.output_layouts
         self._inputs = BoundInputs(traced, module)
         self._guard = ModeGuard(traced.mode, module)
-        self._reads_grad_mode = any(reads_grad_mode(each.graph_module) for each in graphs.graphs)
         self._runs = {each.role: boxed(each.graph_module) for each in graphs.graphs}
         marks = [whole_recording(each.graph_module) for each in graphs.graphs]
         how = marks[0]
@@ -138,7 +136,7 @@ class AccumulatedStep:
                 self._guard.check(self._inputs.version)
             if number == last:
                 shared.clear()
-            with as_captured(reads_grad_mode=self._reads_grad_mode):
+            with as_captured():
                 outputs = list(runs[self._role(number)](inputs))
             results += _cut_off(outputs, graphs.num_plain_results)
             if number < last:

@@ -17,7 +17,6 @@ from gt_pipeline.graph.gradient_accumulators import GradientAccumulators, owned_
 from gt_pipeline.graph.recorded_actions import RecordedAction, SlotMemory, StageRecordings
 from gt_pipeline.graph.slots import SlotKind
 from gt_trace.capture.captured_mode import as_captured
-from gt_trace.capture.thread_settings import reads_grad_mode
 
 GraphTransform = Callable[[GraphModule, PipelineAction, PassContext], object]
 """Edits the graph of one kind of action in place: a recipe of passes, a compiler. It keeps what the
@@ -70,14 +69,13 @@ class Executable:
         slots = (at for at, slot in enumerate(action.outputs) if slot.kind == kind)
         self._gradients_at = next(slots, 0)
         self._run = boxed(action.graph_module)
-        self._reads_grad_mode = reads_grad_mode(action.graph_module)
         self._recorded = (
             None if recordings is None else RecordedAction.of(action, self._run, recordings)
         )
 
     def run(self, inputs: list[Tensor]) -> Sequence[Tensor]:
         """Run it on tensors in the order of its slots; the list is emptied."""
-        with as_captured(reads_grad_mode=self._reads_grad_mode):
+        with as_captured():
             return self._run(inputs)
 
     def run_microbatch(

@@ -36,7 +36,6 @@ from gt_pipeline.graph.action_graph import ActionGraph, BoxedFunction
 from gt_pipeline.graph.gradient_accumulators import GradientAccumulators
 from gt_pipeline.graph.slots import Slot, SlotKind
 from gt_trace.capture.captured_mode import as_captured
-from gt_trace.capture.thread_settings import reads_grad_mode
 
 _KEPT: tuple[SlotKind, ...] = ("saved", "between")
 
@@ -334,10 +333,8 @@ class RecordedAction:
         ]
         num_given, num_sums = len(given), len(sums)
 
-        reads = reads_grad_mode(self._action.graph_module)
-
         def piece(*tensors: Tensor) -> tuple[Tensor, ...]:
-            with as_captured(reads_grad_mode=reads):
+            with as_captured():
                 results = self._run([*tensors[:num_given]])
             if num_sums:
                 gradients = [results[at] for at in self._gradients]

@@ -29,6 +29,7 @@ NAMESPACES = frozenset(
         "prims",
         "_c10d_functional",
         "symm_mem",
+        "gt_trace",
         "gt_passes",
         "gt_autoparallel",
         "torchtitan",

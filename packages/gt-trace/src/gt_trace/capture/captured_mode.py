@@ -21,7 +21,6 @@ from torch.fx import GraphModule
 from gt_trace._torch_internals import (
     GLOBAL_HOOKS,
     DisableTorchFunction,
-    below_autograd,
     function_modes,
     is_any_autocast_enabled,
 )
@@ -343,27 +342,18 @@ class _Replay:
 _REPLAY = _Replay()
 
 
-def as_captured(*, reads_grad_mode: bool = False) -> AbstractContextManager[object]:
+def as_captured() -> AbstractContextManager[object]:
     """Where a captured graph runs: without autograd, ambient autocast and torch function modes.
 
     The graph holds its own backward, and its casts are operators of it; autocast would cast again
     what the backward computed in another dtype. An error gets a note of the node that failed.
-
-    Args:
-        reads_grad_mode: whether an operator of the graph computes otherwise if autograd is disabled
-            (``thread_settings.reads_grad_mode``). It is enabled for such a graph, and operators run
-            below it.
     """
     autocast, modes = _autocast_now(), function_modes()
-    if not autocast and not modes and not reads_grad_mode and not torch.is_grad_enabled():
+    if not autocast and not modes and not torch.is_grad_enabled():
         return _REPLAY  # as pipelines run them, many times a step
     stack = ExitStack()
     stack.enter_context(_REPLAY)
-    if reads_grad_mode:
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(below_autograd())
-    else:
-        stack.enter_context(torch.no_grad())
+    stack.enter_context(torch.no_grad())
     if modes:
         stack.enter_context(DisableTorchFunction())
     for device in autocast:

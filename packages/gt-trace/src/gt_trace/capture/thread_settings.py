@@ -2,7 +2,7 @@
 
 Python and composite operators read them while a step is traced, so that a graph holds their
 consequences: the dtype of a new tensor, the kernel of an attention. Kernels read some of them at
-each replay, as in eager execution, and one operator reads whether autograd is enabled.
+each replay, as in eager execution.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import backends, nn
-from torch.fx import GraphModule
 
 from gt_trace._torch_internals import function_modes
 from gt_trace.capture.stack_traces import line_of_user
@@ -37,14 +36,6 @@ _SETTINGS: Mapping[str, Callable[[], object]] = MappingProxyType(
 
 Settings = tuple[object, ...]
 """Values of the settings, in their order."""
-
-_GRAD_MODE_READERS = tuple(
-    getattr(torch.ops.aten, name).default
-    for name in ("mkldnn_rnn_layer", "_sparse_mm_reduce_impl")
-    if hasattr(torch.ops.aten, name)
-)
-"""Operators whose kernels keep something for a backward only where autograd is enabled. Found by
-running the samples of all operators of PyTorch's own tests with autograd enabled and disabled."""
 
 
 def settings_now() -> Settings:
@@ -110,13 +101,3 @@ def refuse_fast_path(operands: Iterable[object]) -> None:
             f"nn.MultiheadAttention takes PyTorch's fast path here, which has no trace:\n"
             f"{line_of_user()}\nCall torch.backends.mha.set_fastpath_enabled(False) first"
         )
-
-
-def reads_grad_mode(graph_module: GraphModule) -> bool:
-    """Return whether an operator of a graph computes otherwise if autograd is disabled."""
-    return any(
-        module.graph.find_nodes(op="call_function", target=target, sort=False)
-        for module in graph_module.modules()
-        if isinstance(module, GraphModule)
-        for target in _GRAD_MODE_READERS
-    )

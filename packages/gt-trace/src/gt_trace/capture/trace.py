@@ -33,6 +33,7 @@ from gt_trace.capture.captured_mode import CapturedMode, refuse_gradient_hooks, 
 from gt_trace.capture.earlier_gradients import EarlierGradients
 from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.given_tensors import GivenTensors
+from gt_trace.capture.grad_mode_operators import WITH_GRAD_MODE
 from gt_trace.capture.graph_inputs import name_placeholders, with_uses
 from gt_trace.capture.inherit import inherit_annotations
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
@@ -219,7 +220,7 @@ def _traced(
     module: nn.Module | None,
 ) -> GraphModule:
     with held_garbage_collection(), tracing_contexts(mode, module), lazily_generated_code():
-        made: GraphModule = make_fx(step, record_stack_traces=True)(*fakes)
+        made: GraphModule = make_fx(step, WITH_GRAD_MODE, record_stack_traces=True)(*fakes)
     return made
 
 

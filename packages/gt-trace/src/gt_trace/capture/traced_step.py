@@ -14,7 +14,6 @@ from gt_trace._torch_internals import pytree
 from gt_trace.capture.bound_inputs import BoundInputs, CapturedInputs
 from gt_trace.capture.captured_mode import ModeGuard, as_captured
 from gt_trace.capture.subclass_layout import TensorLayout, unflatten_tensor
-from gt_trace.capture.thread_settings import reads_grad_mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +83,6 @@ class BoundStep:
         self._executable = executable
         self._inputs = BoundInputs(step, module, optimizer)
         self._guard = ModeGuard(step.mode, module)
-        self._reads_grad_mode = reads_grad_mode(step.graph_module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.
@@ -97,7 +95,7 @@ class BoundStep:
         """
         inputs = self._inputs.plain_tensors(args, kwargs)
         self._guard.check(self._inputs.version)
-        with as_captured(reads_grad_mode=self._reads_grad_mode):
+        with as_captured():
             outputs = self._executable(*inputs)
         leaves = wrapped_leaves(outputs, self.step.output_layouts)
         return pytree.tree_unflatten(leaves, self.step.output_spec)

@@ -19,7 +19,6 @@ from gt_trace.capture.bound_inputs import BoundInputs
 from gt_trace.capture.captured_mode import ModeGuard, as_captured
 from gt_trace.capture.graph_inputs import GraphInput, InputKind
 from gt_trace.capture.subclass_layout import PLAIN, unflatten_tensor
-from gt_trace.capture.thread_settings import reads_grad_mode
 from gt_trace.errors import InputMismatchError, StateMismatchError
 from gt_trace.joint.backward_variants import for_any_layout, without_tangents
 from gt_trace.joint.joint_graph import GraphResult, JointGraph, OutputSignature
@@ -112,7 +111,6 @@ class BoundJoint:
         self._inputs = BoundInputs(parts.joint, module)
         # Gradients leave through autograd, so hooks of parameters run.
         self._guard = ModeGuard(parts.joint.mode, module, lost_hooks=())
-        self._reads_grad_mode = reads_grad_mode(parts.forward)
         self._plan = _Plan(parts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +180,7 @@ class BoundJoint:
     def run_forward(self, plain: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
         """Outputs put together, and what is saved; mutated inputs are updated."""
         plan = self._plan
-        with as_captured(reads_grad_mode=self._reads_grad_mode):
+        with as_captured():
             results = self._forward([plain[index] for index in plan.forward_inputs])
         for position, target in plan.mutations:
             plain[target].copy_(results[position])

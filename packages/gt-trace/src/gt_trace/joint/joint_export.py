@@ -40,6 +40,7 @@ from gt_trace.capture.autocast_cache import RECAST, autocast_cache, repeated_cas
 from gt_trace.capture.captured_mode import CapturedMode, with_settled_hooks
 from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.given_tensors import GivenTensors
+from gt_trace.capture.grad_mode_operators import WITH_GRAD_MODE
 from gt_trace.capture.graph_inputs import GraphInput, InputKind, name_placeholders, with_uses
 from gt_trace.capture.inherit import inherit_annotations
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
@@ -192,7 +193,9 @@ def _export(
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     watch = current_watch()
     with watch.running(), _tracing_contexts(fake_mode, module) as stack:
-        exported = aot_export_joint_with_descriptors(stack, shell, tensors)
+        exported = aot_export_joint_with_descriptors(
+            stack, shell, tensors, decompositions=WITH_GRAD_MODE
+        )
         watch.look()  # before AOTAutograd restores PyTorch's generators
     if not any(output.requires_grad for output in shell.outputs):
         raise CaptureError(
