@@ -77,7 +77,7 @@ def _steps(operator: Any, num_samples: int) -> Iterator[tuple[Callable[..., Any]
     samples = list(
         operator.sample_inputs("cpu", torch.float32, requires_grad=operator.supports_autograd)
     )
-    for sample in samples[:num_samples]:
+    for number, sample in enumerate(samples[:num_samples]):
         leaves, spec = pytree.tree_flatten((sample.input, sample.args, dict(sample.kwargs)))
         places = [
             index
@@ -91,7 +91,12 @@ def _steps(operator: Any, num_samples: int) -> Iterator[tuple[Callable[..., Any]
             tensors = [layout(leaves[index].detach()) for index in places]
 
             def step(
-                *tensors: torch.Tensor, leaves=leaves, spec=spec, places=places, requires=requires
+                *tensors: torch.Tensor,
+                leaves=leaves,
+                spec=spec,
+                places=places,
+                requires=requires,
+                weigh=number % 2 == 1,
             ) -> Any:
                 given = list(leaves)
                 for index, tensor, requires_grad in zip(places, tensors, requires, strict=True):
@@ -99,9 +104,7 @@ def _steps(operator: Any, num_samples: int) -> Iterator[tuple[Callable[..., Any]
                 source, args, kwargs = pytree.tree_unflatten(given, spec)
                 results = operator(source, *args, **kwargs)
                 outputs = [t for t in pytree.tree_leaves(results) if isinstance(t, torch.Tensor)]
-                loss = sum(
-                    (t.abs() if t.is_complex() else t).sum() for t in outputs if t.requires_grad
-                )
+                loss = sum(_loss(each, weigh) for each in outputs if each.requires_grad)
                 if not isinstance(loss, torch.Tensor):
                     return outputs
                 inputs = [each for each in pytree.tree_leaves(given) if _wants_gradient(each)]
@@ -110,6 +113,14 @@ def _steps(operator: Any, num_samples: int) -> Iterator[tuple[Callable[..., Any]
                 return [*(each.detach().clone() for each in outputs), *gradients]
 
             yield step, tensors
+
+
+def _loss(output: torch.Tensor, weigh: bool) -> torch.Tensor:
+    """Return a sum, whose gradient is expanded; or a weighted one, whose gradient is dense."""
+    value = output.abs() if output.is_complex() else output
+    if weigh:  # factors of one would hide the order of products
+        value = value * torch.linspace(0.3, 1.7, value.numel()).to(value.dtype).view(value.shape)
+    return value.sum()
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,9 @@ EXCEPTIONS: dict[str, str] = {
     "empty_strided": _NOT_FILLED,
     "new_empty": _NOT_FILLED,
     "new_empty_strided": _NOT_FILLED,
-    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "its kernel reads memory that is "
-    "not its operand's where the last dim is not dense",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "where the last dim is not dense, "
+    "its results depend on memory beside its operands; scaled_dot_product_attention does not call "
+    "it with these",
 }
 """Operators that are left out, with the reason."""
 

@@ -42,7 +42,7 @@ def inherit_annotations(graph_module: GraphModule) -> None:
     backward makes for each layer anew, so that several have the same numbers.
     """
     graphs = [module.graph for module in graph_module.modules() if isinstance(module, GraphModule)]
-    first_of = [_first_forward(graph) for graph in graphs]
+    first_of = [first_forward(graph) for graph in graphs]
     in_any: dict[int, Node] = {}
     for found in reversed(first_of):
         in_any.update(found)
@@ -62,8 +62,8 @@ def inherit_annotations(graph_module: GraphModule) -> None:
             write_annotation(node, PhaseAnnotation(phase=latest))
 
 
-def _first_forward(graph: Graph) -> dict[int, Node]:
-    """The first forward node of each number."""
+def first_forward(graph: Graph) -> dict[int, Node]:
+    """Return the first forward node of each number, which is the one that is differentiated."""
     found: dict[int, Node] = {}
     for node in graph.nodes:
         number = sequence_number(node)

@@ -58,6 +58,7 @@ from gt_trace.capture.shared_inputs import refuse_dependent_inputs
 from gt_trace.capture.stack_traces import memoised_stack_traces
 from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor
 from gt_trace.capture.thread_settings import refuse_inference_mode
+from gt_trace.capture.traced_derivatives import refuse_traced_derivatives
 from gt_trace.capture.traced_step import TracedStep
 from gt_trace.garbage_collection import held_garbage_collection
 
@@ -162,6 +163,7 @@ def trace_without_code(
             graph_module = _traced(step, fakes, mode, module)
         inherit_annotations(graph_module)
         refuse_repeated_draws(graph_module)
+        refuse_traced_derivatives(graph_module)
         names = with_uses(flat.graph_inputs(), graph_module.graph)
         name_placeholders(graph_module.graph, names)
         if constants == "error":

@@ -59,6 +59,7 @@ from gt_trace.capture.shared_inputs import refuse_dependent_inputs
 from gt_trace.capture.stack_traces import memoised_stack_traces
 from gt_trace.capture.subclass_layout import PLAIN, TensorLayout, flatten_tensor
 from gt_trace.capture.thread_settings import refuse_inference_mode
+from gt_trace.capture.traced_derivatives import refuse_traced_derivatives
 from gt_trace.errors import CaptureError
 from gt_trace.joint.joint_descriptors import (
     DescribedInput,
@@ -139,6 +140,7 @@ def _joint_graph(
     graph_module = exported.graph_module
     _mark_backward(graph_module)
     inherit_annotations(graph_module)
+    refuse_traced_derivatives(graph_module)
     _refuse_aliased_outputs(exported, shell)
     names = InputNames(flat)
     plain_names = [output.name for output in shell.outputs if output.is_tensor]
