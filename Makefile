@@ -7,7 +7,7 @@ TORCH ?= 2.15.0
 NUM_CASES ?= 2000
 SEED ?= 0
 # Without those that need a GPU: `make bench BENCH=gpu_step`.
-BENCH ?= $(filter-out gpu_step gpu_operators,$(patsubst benchmarks/bench_%.py,%,$(sort $(wildcard benchmarks/bench_*.py))))
+BENCH ?= $(filter-out gpu_step gpu_operators training_run,$(patsubst benchmarks/bench_%.py,%,$(sort $(wildcard benchmarks/bench_*.py))))
 ARGS ?=
 
 # The first Python >= 3.11 on PATH; `make PYTHON=... train` names another.

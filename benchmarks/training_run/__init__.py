@@ -1,0 +1,1 @@
+"""A whole training run of a Hugging Face model: its text, its model, its loop."""
