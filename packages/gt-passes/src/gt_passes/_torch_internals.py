@@ -111,7 +111,9 @@ def fake_mode_of(graph: Graph) -> FakeTensorMode | None:
     return None
 
 
-def graph_module_without_code(attributes: GraphModule, graph: Graph) -> GraphModule:
+def graph_module_without_code(
+    attributes: GraphModule | dict[str, Any], graph: Graph
+) -> GraphModule:
     """A module of a graph whose code is generated when somebody asks for it.
 
     Args:

@@ -170,8 +170,8 @@ class GraphPass(ABC):
 
     keeps_dataflow: ClassVar[bool] = True
     """Whether every output is still computed by the same operators from the same inputs, up to
-    layout (views, buckets), copies, order and recomputation. False: the dataflow check of the
-    verifier says nothing about this pass, as for one that calls a compiler."""
+    layout (views, buckets), copies, order and recomputation. A region counts as the nodes that it
+    represents. False: the verifier compares only the order of reads and writes of memory."""
 
     generates_code: ClassVar[bool] = False
     """Whether the pass puts calls into the graph that only this process and this machine can run:

@@ -64,6 +64,35 @@ def test_can_fold_what_changes_nothing(change_nothing):
     assert canonical(lambda x: change_nothing(x).cos(), X) == NOTHING_LEFT
 
 
+@pytest.mark.parametrize(
+    "unfollowed",
+    [
+        lambda x: x.as_strided((2, 3, 4), (12, 4, 1)),
+        lambda x: x.as_strided((24,), (1,)).view(2, 3, 4),
+        lambda x: x.as_strided((4, 3), (6, 2), 1).as_strided((2, 3, 4), (12, 4, 1), 0),
+        lambda x: x[1:].as_strided((1, 3, 4), (12, 4, 1)),
+        lambda x: aten._reshape_alias(x, [2, 3, 4], [12, 4, 1]),
+        lambda x: x.view(torch.float64).view(torch.float32),
+        lambda x: x.view(torch.int16).view(torch.float32),
+        lambda x: x.unfold(2, 1, 1).squeeze(-1),
+        lambda x: x.view(1, 1, 24).diagonal(0, 0, 1).t().view(2, 3, 4),
+        lambda x: aten.lift(x),
+    ],
+)
+def test_keeps_views_that_the_verifier_does_not_follow(unfollowed):
+    """The pass manager refuses what the verifier cannot confirm."""
+    assert "aten.cos.default(x_1)" not in canonical(lambda x: unfollowed(x).cos(), X)
+
+
+def test_can_run_on_a_backward_through_nested_strided_views():
+    def step(x):
+        viewed = x.cos().view(24).as_strided((4, 3), (6, 2), 1).view(12)
+        loss = viewed.as_strided((3, 4), (2, 6), 1).exp().sum()
+        return torch.autograd.grad(loss, x)
+
+    canonical(step, X.clone().requires_grad_())
+
+
 def test_can_compose_reshapes_of_a_contiguous_tensor():
     assert_expected_inline(
         canonical(lambda x: x.cos().view(6, 4).view(4, 6).view(3, 8), X),

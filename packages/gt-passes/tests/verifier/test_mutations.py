@@ -83,7 +83,9 @@ def legal_passes() -> list[GraphPass]:
     return [
         pass_class(**OPTIONS.get(pass_class.name, {}))
         for pass_class in find_passes(names)
-        if pass_class.keeps_dataflow and pass_class.__module__.startswith("gt_passes.")
+        if pass_class.keeps_dataflow
+        and not pass_class.generates_code
+        and pass_class.__module__.startswith("gt_passes.")
     ]
 
 

@@ -6,16 +6,30 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from edited_graphs import ReplaceOperators, X, aten, call_after, move, problems_of, updated_buffer
+from edited_graphs import (
+    Edit,
+    EditGraph,
+    ReplaceOperators,
+    X,
+    aten,
+    call_after,
+    move,
+    problems_of,
+    updated_buffer,
+)
 from expecttest import assert_expected_inline
-from pass_graphs import capture, collectives, node_of
-from torch.fx import GraphModule
+from pass_graphs import capture, collectives, node_of, run_pass
+from torch.fx import GraphModule, Node
 
 from gt_passes import (
     ChangeBounds,
     PassContext,
     PassManager,
+    VerificationError,
 )
+from gt_passes.analysis.outlined_region import OutlinedRegion, RegionOutliner
+
+FREELY = ChangeBounds(peak_memory_growth=None)
 
 # Waits
 
@@ -305,3 +319,202 @@ def test_peak_memory_of_a_pass_that_only_removes_is_not_estimated():
     manager = PassManager([edit], context=PassContext.from_graph(graph_module))
     (record,) = manager.run(graph_module).records
     assert record.before.peak_memory_bytes is None
+
+
+# New constants, calls and regions: the rest of the graph is checked all the same
+
+
+def unrelated(x: torch.Tensor) -> torch.Tensor:
+    """A callee of which the verifier knows nothing."""
+    return x.clone()
+
+
+def _call_python(edited: GraphModule) -> None:
+    value = node_of(edited, "sin")
+    call = call_after(edited, value, unrelated, value)
+    value.replace_all_uses_with(call, delete_user_cb=lambda user: user is not call)
+
+
+def _add_constant(edited: GraphModule) -> None:
+    edited.register_buffer("one", torch.ones(4, 6))
+    sin = node_of(edited, "sin")
+    with edited.graph.inserting_before(sin):
+        constant = edited.graph.get_attr("one")
+    constant.meta["val"] = sin.meta["val"]
+    call = call_after(edited, sin, aten.mul.Tensor, sin, constant)
+    sin.replace_all_uses_with(call, delete_user_cb=lambda user: user is not call)
+
+
+def _read_late(edited: GraphModule) -> None:
+    node_of(edited, "copy_").append(node_of(edited, "cos"))
+
+
+def _write_early(edited: GraphModule) -> None:
+    node_of(edited, "cos").prepend(node_of(edited, "copy_"))
+
+
+def _drop_write(edited: GraphModule) -> None:
+    mul = node_of(edited, "mul_")
+    mul.replace_all_uses_with(mul.args[0])
+    edited.graph.erase_node(mul)
+
+
+def _swap_writes(edited: GraphModule) -> None:
+    buffer, copied, mul = (node_of(edited, name) for name in ("buffer_1", "copy_", "mul_"))
+    mul.args, copied.args = (buffer, 2), (mul, copied.args[1])
+    copied.prepend(mul)
+    node_of(edited, "sin").update_arg(0, copied)
+
+
+@pytest.mark.parametrize("add", [_call_python, _add_constant])
+@pytest.mark.parametrize("edit", [_read_late, _write_early, _drop_write, _swap_writes])
+def test_a_new_call_or_constant_does_not_end_the_check_of_memory(add: Edit, edit: Edit):
+    def both(edited: GraphModule) -> None:
+        add(edited)
+        edit(edited)
+
+    assert problems_of(capture(updated_buffer, X, X.clone()), add) == ""
+    assert "[memory order]" in problems_of(capture(updated_buffer, X, X.clone()), both)
+
+
+def test_a_new_call_without_a_schema_may_write_to_what_is_read_later():
+    def call_early(edited: GraphModule) -> None:
+        cos = node_of(edited, "cos")
+        cos.update_arg(0, call_after(edited, node_of(edited, "x_1"), unrelated, cos.args[0]))
+
+    assert_expected_inline(
+        problems_of(capture(lambda x: (x.cos(), x.sin()), X), call_early),
+        """\
+[memory order] node sin (aten.sin.default)
+between x_1 and its use here, its memory is written to in another way than before
+expected no write
+got      1 write, by unrelated, which no schema describes: register it with torch.library.custom_op
+[memory order] node x_1
+the memory of this input is written to in another way than before
+expected no write
+got      1 write, by unrelated, which no schema describes: register it with torch.library.custom_op""",
+    )
+
+
+def _written_constant(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    early = _CONSTANT.cos()
+    _CONSTANT.add_(x)
+    return early, _CONSTANT.sin()
+
+
+_CONSTANT = torch.ones(4, 6)
+
+
+def _read_constant_late(edited: GraphModule) -> None:
+    """The constant's node moves too, so that no write stands between it and its reader."""
+    cos = node_of(edited, "cos")
+    with edited.graph.inserting_after(node_of(edited, "add_")):
+        again = edited.graph.get_attr(cos.args[0].target)
+    again.meta = dict(cos.args[0].meta)
+    again.append(cos)
+    cos.update_arg(0, again)
+
+
+def _write_constant_again(edited: GraphModule) -> None:
+    add = node_of(edited, "add_")
+    call_after(edited, node_of(edited, "sin"), aten.mul_.Tensor, add.args[0], 2)
+
+
+@pytest.mark.parametrize("edit", [_read_constant_late, _write_constant_again])
+def test_the_memory_of_a_constant_is_there_before_and_after_the_graph_runs(edit: Edit):
+    assert "[memory order]" in problems_of(capture(_written_constant, X), edit)
+
+
+def put_in_a_region(edited: GraphModule, *names: str) -> Node:
+    outliner = RegionOutliner(edited)
+    outline = outliner.outline([node_of(edited, name) for name in names])
+    body = outliner.body(outline)
+    call = outliner.replace(outline, OutlinedRegion(body, body), stem="region")
+    outliner.finish()
+    return call
+
+
+def two_writes(x, buffer):
+    early, high, low = buffer.cos(), x.exp(), x.log()
+    buffer.add_(high)
+    buffer.mul_(low)
+    return early, buffer.sin(), high, low
+
+
+@pytest.mark.parametrize(
+    "names", ["cos", "sin", "mul_", "exp log", "add_ mul_", "cos exp log add_"]
+)
+def test_a_region_is_what_it_stands_for(names: str):
+    def edit(edited: GraphModule) -> None:
+        put_in_a_region(edited, *names.split())
+
+    def edit_again(edited: GraphModule) -> None:
+        call = node_of(edited, "run_region")
+        put_in_a_region(edited, call.name, *(item.name for item in call.users))
+
+    graph_module = capture(two_writes, X, X.clone())
+    for each in (edit, edit_again):
+        run_pass(EditGraph(edit=each, allowed=FREELY), graph_module)
+
+
+def _swap_items(edited: GraphModule) -> None:
+    region = put_in_a_region(edited, "exp", "log")
+    first, second = region.users
+    first.args, second.args = second.args, first.args
+
+
+def _read_in_a_region_late(edited: GraphModule) -> None:
+    region = put_in_a_region(edited, "cos")
+    item = next(iter(region.users))
+    node_of(edited, "add_").append(region)
+    region.append(item)
+
+
+def _read_after_the_second_region(edited: GraphModule) -> None:
+    put_in_a_region(edited, "exp")  # writes to nothing, which says nothing of the other
+    put_in_a_region(edited, "add_", "mul_").append(node_of(edited, "cos"))
+
+
+def _read_another(edited: GraphModule) -> None:
+    region = put_in_a_region(edited, "cos")
+    region.update_arg(1, node_of(edited, "x_1"))
+
+
+def _another_body(edited: GraphModule) -> None:
+    region = put_in_a_region(edited, "exp", "log")
+    body = edited.get_submodule(region.args[0].target).body
+    node_of(body, "log").target = aten.exp.default
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        _swap_items,
+        _read_in_a_region_late,
+        _read_after_the_second_region,
+        _read_another,
+        _another_body,
+    ],
+)
+def test_a_region_that_computes_something_else_is_found(edit: Edit):
+    with pytest.raises(VerificationError, match=r"dataflow|memory order"):
+        run_pass(EditGraph(edit=edit, allowed=FREELY), capture(two_writes, X, X.clone()))
+
+
+@pytest.mark.filterwarnings("ignore:Raw SymInt value")
+def test_a_size_that_no_node_gives_is_found():
+    def view_as_recorded(edited: GraphModule) -> None:
+        rows, cos = node_of(edited, "index"), node_of(edited, "cos")
+        shape = [*rows.meta["val"].shape]
+        cos.update_arg(0, call_after(edited, rows, aten.view.default, rows, shape))
+
+    def step(x, y):
+        return x[y.nonzero().squeeze(1)].cos()
+
+    assert_expected_inline(
+        problems_of(capture(step, X, X[:, 0]), view_as_recorded),
+        """\
+[well-formed] node view_default (aten.view.default)
+the size u0 among its arguments is of no node
+expected a node, as of aten.sym_size.int(tensor, dim)""",
+    )

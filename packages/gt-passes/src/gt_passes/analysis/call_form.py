@@ -120,13 +120,14 @@ def _frozen(argument: Any, operands: list[Node], inexact: list[object]) -> Hasha
             *((key, _frozen(item, operands, inexact)) for key, item in argument.items()),
         )
     frozen = frozen_literal(argument)
-    if isinstance(argument, _SYMBOLIC) or not _is_hashable(argument):
+    if isinstance(argument, SYMBOLIC) or not _is_hashable(argument):
         inexact.append(argument)
     return frozen
 
 
 _ONLY_INTS = {int}
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Types of symbolic sizes."""
 
 
 def _is_hashable(argument: object) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gt_passes._torch_internals import OpOverload
-from gt_passes.analysis.aliasing import has_unknown_effects, may_write
+from gt_passes.analysis.aliasing import has_unknown_effects, may_write, written_nodes
 from gt_passes.analysis.call_form import CallForm, call_form
 from gt_passes.analysis.collectives import is_collective, is_declared_launch, is_wait
 from gt_passes.analysis.graph_constants import FrozenAttribute, freeze_attribute
@@ -26,6 +26,7 @@ from gt_passes.analysis.operator_effects import (
     is_barrier,
     reads_memory_layout,
 )
+from gt_passes.analysis.outlined_region import region_of
 
 
 @dataclass(slots=True, eq=False)
@@ -248,7 +249,9 @@ class GraphScanner:
                 continue
             known = self._kinds.get(id(node.target))
             if known is None:
-                known = self._kinds[id(node.target)] = (node.target, _kind_of(node))
+                known = (node.target, _kind_of(node))
+                if region_of(node) is None:  # all regions have one target
+                    self._kinds[id(node.target)] = known
             if known[1] is not _ORDINARY:
                 found[node] = known[1]
         return found
@@ -259,8 +262,8 @@ def _kind_of(node: Node) -> CallKind:
         return _ORDINARY
     target = node.target
     kind = CallKind(
-        writes=has_unknown_effects(node),
-        may_be_random=False,
+        writes=has_unknown_effects(node) or any(True for _ in written_nodes(node)),
+        may_be_random=region_of(node) is not None,
         is_barrier=is_barrier(node),
         is_launch=is_collective(node),
         is_wait=is_wait(node),

@@ -27,7 +27,12 @@ from torch.fx.node import map_arg
 
 from gt_config.node_keys import ModuleAnnotation, PhaseAnnotation
 from gt_passes._torch_compilation_internals import fake_mode_is_active
-from gt_passes._torch_internals import fake_mode_of, is_fake_tensor, value_of
+from gt_passes._torch_internals import (
+    fake_mode_of,
+    graph_module_without_code,
+    is_fake_tensor,
+    value_of,
+)
 from gt_passes.analysis.node_calls import attribute_of
 from gt_trace.node_metadata import copy_annotations, read_annotation, write_annotation
 
@@ -101,6 +106,56 @@ def nodes_with_bodies(graph_module: GraphModule) -> Iterator[Node]:
         region = region_of(node)
         if region is not None:
             yield from nodes_with_bodies(region.body)
+
+
+def inline_regions(graph_module: GraphModule) -> GraphModule:
+    """Return the graph with each region's nodes in place of its call.
+
+    Returns the module itself if it calls no region. The nodes of a new one share the metadata of
+    those that they represent.
+    """
+    if not graph_module.graph.find_nodes(op="call_function", target=run_region):
+        return graph_module
+    graph = Graph()
+    attributes: dict[str, object] = {}
+    _inline(graph_module, None, graph, attributes)
+    return graph_module_without_code(attributes, graph)
+
+
+def _inline(
+    source: GraphModule,
+    inputs: Sequence[Any] | None,
+    graph: Graph,
+    attributes: dict[str, object],
+) -> Any:
+    """Add the nodes of a module to a graph; return what the module returns if it has inputs."""
+    given = iter(inputs or ())
+    made: dict[Node, Any] = {}
+    for node in source.graph.nodes:
+        args = map_arg(node.args, made.__getitem__)
+        region = region_of(node)
+        if region is not None:
+            made[node] = _inline(region.body, args[1:], graph, attributes)
+        elif node.op == "placeholder" and inputs is not None:
+            made[node] = next(given)
+        elif node.op == "output" and inputs is not None:
+            return args[0]
+        elif node.target is operator.getitem and isinstance(args[0], tuple):
+            made[node] = args[0][args[1]]
+        else:
+            target = node.target
+            if node.op == "get_attr":
+                value = attribute_of(source, node)
+                if isinstance(value, OutlinedRegion):
+                    made[node] = None
+                    continue
+                if attributes.setdefault(target, value) is not value:
+                    target = f"{target}_{len(attributes)}"
+                    attributes[target] = value
+            kwargs = map_arg(node.kwargs, made.__getitem__)
+            made[node] = graph.create_node(node.op, target, args, kwargs, name=node.name)
+            made[node].meta = node.meta
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,20 @@ from gt_trace.node_metadata import read_annotation
 
 _aten = torch.ops.aten
 _COPIES = frozenset({_aten._to_copy.default, _aten.clone.default, _aten.lift_fresh_copy.default})
+_FOLLOWED = frozenset(
+    {
+        *(_aten._conj.default, _aten.conj.default, _aten.positive.default),
+        *(_aten.alias.default, _aten.detach.default, _aten.lift_fresh.default),
+        *(_aten.view.default, _aten._unsafe_view.default, _aten.expand.default),
+        *(_aten.permute.default, _aten.transpose.int, _aten.t.default),
+        *(_aten.select.int, _aten.slice.Tensor, _aten.narrow.default, _aten.unsqueeze.default),
+        *(_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims),
+        *(_aten.view_as_complex.default, _aten.view_as_real.default),
+    }
+)
+"""Views that the verifier's dataflow follows. Others stay, since it would refuse their fold.
+``as_strided`` addresses the whole storage, which differs between inputs of equal strides."""
+
 _MAX_CHAIN_LENGTH = 16  # how far up a chain of views an equal one is looked for: keeps it linear
 
 
@@ -163,13 +177,13 @@ class _Canonicalization:
         signed = self._signature(node)
         if signed is None:
             return None
-        ancestor = _source(node)
+        ancestor: Node | None = node
         for _ in range(_MAX_CHAIN_LENGTH):
-            if ancestor is None:
+            if ancestor is None or ancestor.target not in _FOLLOWED:
                 return None
-            if self._signature(ancestor) == signed:
+            ancestor = _source(ancestor)
+            if ancestor is not None and self._signature(ancestor) == signed:
                 return ancestor
-            ancestor = _source(ancestor) if _is_view(ancestor) else None
         return None
 
     def _compose(self, node: Node) -> None:

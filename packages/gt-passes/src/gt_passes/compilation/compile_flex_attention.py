@@ -59,7 +59,6 @@ class CompileFlexAttention(GraphPass):
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset(
         {*STEP_GRAPHS, *JOINT_GRAPHS, *COMPUTING_ACTIONS}
     )
-    keeps_dataflow: ClassVar[bool] = False
     generates_code: ClassVar[bool] = True
 
     options: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))

@@ -54,7 +54,6 @@ class CompileRegions(GraphPass):
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset(
         {*STEP_GRAPHS, *JOINT_GRAPHS, *COMPUTING_ACTIONS}
     )
-    keeps_dataflow: ClassVar[bool] = False
     generates_code: ClassVar[bool] = True
 
     module_patterns: tuple[str, ...] = ()

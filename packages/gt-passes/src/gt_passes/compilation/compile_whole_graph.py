@@ -46,7 +46,6 @@ class CompileWholeGraph(GraphPass):
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset(
         {*STEP_GRAPHS, *JOINT_GRAPHS, *COMPUTING_ACTIONS}
     )
-    keeps_dataflow: ClassVar[bool] = False
     generates_code: ClassVar[bool] = True
 
     compiler: SubgraphCompiler = field(default_factory=InductorCompiler)

@@ -82,7 +82,6 @@ class CudaGraphs(GraphPass):
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset(
         {*STEP_GRAPHS, *JOINT_GRAPHS, *PIPELINE_ACTIONS}
     )
-    keeps_dataflow: ClassVar[bool] = False
     generates_code: ClassVar[bool] = True
 
     target: CaptureTarget = field(default_factory=CaptureTarget)

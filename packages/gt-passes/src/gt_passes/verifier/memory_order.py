@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from gt_passes.analysis.aliasing import has_unknown_effects
 from gt_passes.analysis.graph_scan import GraphScan
 from gt_passes.analysis.written_memory import (
     Memory,
@@ -31,6 +32,7 @@ from gt_passes.analysis.written_memory import (
 from gt_passes.graph_problem import GraphProblem
 
 _NOTHING: Mapping[Node, WriteInterval] = {}
+_GIVEN = {"placeholder": "input", "get_attr": "constant"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +44,9 @@ class MemoryOrder:
     overwritten: Mapping[Node, Mapping[Node, WriteInterval]]
     """The writes, by reader and argument. Most readers of a captured step have none."""
 
-    left_behind: Mapping[Node, WriteInterval]
-    """All writes to each placeholder's memory, which the caller sees after the graph has run."""
+    left_behind: Mapping[tuple[str, str], WriteInterval]
+    """All writes to what the caller sees after the graph has run: by kind of node (placeholder or
+    constant) and its target."""
 
     memory_of: Mapping[Node, Memory]
     """The written memory that each node may share."""
@@ -52,20 +55,21 @@ class MemoryOrder:
     def of(cls, scan: GraphScan) -> MemoryOrder:
         """The memory order of a well-formed graph as it is now."""
         overwritten: dict[Node, dict[Node, WriteInterval]] = {}
-        left_behind: dict[Node, WriteInterval] = {}
+        left_behind: dict[tuple[str, str], WriteInterval] = {}
         memory_of: dict[Node, Memory] = {}
         for memory in memories_written(scan):
             for member in memory.members:
                 memory_of[member] = memory
-                made_at = scan.position[origin_of(member)]
+                origin = origin_of(member)  # what is given was made before the graph runs
+                made_at = -1 if origin.op in _GIVEN else scan.position[origin]
                 for reader in data_readers(member):
                     writes = memory.writes_between(made_at, scan.position[reader])
                     if writes is not None:
                         overwritten.setdefault(reader, {})[member] = writes
-                if member.op == "placeholder":
+                if member.op in _GIVEN:
                     writes = memory.writes_between(-1, len(scan.position))
                     assert writes is not None  # every memory here has a writer
-                    left_behind[member] = writes
+                    left_behind[member.op, str(member.target)] = writes
         return cls(scan=scan, overwritten=overwritten, left_behind=left_behind, memory_of=memory_of)
 
 
@@ -149,15 +153,17 @@ class _Comparison:
 
     def _left_behind_problems(self) -> Iterator[GraphProblem]:
         old_writes, writes = self._before.left_behind, self._after.left_behind
-        for placeholder in {**old_writes, **writes}:
-            old, new = old_writes.get(placeholder), writes.get(placeholder)
-            if not self._same(old, new):
+        known = {(n.op, str(n.target)) for n in self._before.scan.position if n.op in _GIVEN}
+        for op, target in {**old_writes, **writes}:
+            old, new = old_writes.get((op, target)), writes.get((op, target))
+            if (op, target) in known and not self._same(old, new):
                 yield GraphProblem(
                     check="memory order",
-                    node_name=placeholder.name,
-                    message="the memory of this input is written to in another way than before",
+                    node_name=target,
+                    message=f"the memory of this {_GIVEN[op]} is written to in another way than "
+                    "before",
                     expected=_describe(old),
-                    got=_describe(new),
+                    got=_describe_new(new),
                 )
 
     def _may_be_read(self, argument: Node, interval: WriteInterval) -> bool:
@@ -205,7 +211,7 @@ def _problem(
         message=f"between {argument.name} and its use here, its memory is written to in another "
         "way than before",
         expected=_describe(expected),
-        got=_describe(got),
+        got=_describe_new(got),
     )
 
 
@@ -215,3 +221,10 @@ def _describe(interval: WriteInterval | None) -> str:
     if interval.num_writes == 1:
         return f"1 write, by {interval.first.name}"
     return f"{interval.num_writes} writes, by {interval.first.name} to {interval.last.name}"
+
+
+def _describe_new(interval: WriteInterval | None) -> str:
+    text = _describe(interval)
+    if interval is not None and has_unknown_effects(interval.last):
+        text += ", which no schema describes: register it with torch.library.custom_op"
+    return text

@@ -9,12 +9,10 @@ read once more, and every operator is asked again unless all of them are what th
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch.fx import GraphModule, Node
 
-from gt_passes._torch_internals import OpOverload
 from gt_passes.analysis.collectives import is_pure_collective
 from gt_passes.analysis.graph_scan import GraphScan
 from gt_passes.analysis.scanned_graph import made_again
@@ -146,9 +144,9 @@ class VerificationSession:
             assert before._dataflow is not None
             assert self._dataflow is not None
             yield from before._dataflow.find_differences(self._dataflow)
-        elif not _hands_code_over(before._scan, self._scan):
+        else:
             # The dataflow knows what memory holds. Without it, the order of reads and writes is
-            # all that can be compared; of code inside compiled or recorded regions, not even that.
+            # all that can be compared.
             yield from find_memory_order_problems(before._order, self._order)
 
     def _note(self, position: int, before: VerificationSession | None = None) -> None:
@@ -197,14 +195,3 @@ def _computes_the_same(before: MemoryOrder, after: MemoryOrder) -> bool:
 
 def _messages(scan: GraphScan) -> list[Node]:
     return [launch for launch in scan.launches if not is_pure_collective(launch)]
-
-
-def _hands_code_over(before: GraphScan, after: GraphScan) -> bool:
-    """Whether a pass put calls into the graph that stand for code that was nodes before."""
-    return any(
-        node.op in ("call_function", "get_attr")
-        and node not in before.calls
-        and not isinstance(call.target, OpOverload)
-        and call.target is not operator.getitem
-        for node, call in after.calls.items()
-    )

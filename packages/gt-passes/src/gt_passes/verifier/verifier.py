@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from gt_passes._torch_internals import fake_mode_of, fast_tensor_attributes, value_of
+from gt_passes._torch_internals import fake_mode_of, fast_tensor_attributes, pytree, value_of
+from gt_passes.analysis.call_form import SYMBOLIC
 from gt_passes.analysis.graph_scan import GraphScan, GraphScanner
 from gt_passes.analysis.node_calls import attribute_of
 from gt_passes.analysis.symbol_bindings import symbols_bound_by
@@ -152,17 +153,18 @@ class Verifier:
         graph_module = after.graph_module
         fake_mode = fake_mode_of(graph_module.graph)
         changed = after.changed_nodes(before)
+        problems = list(_raw_size_problems(changed, after))
         if fake_mode is None or not _is_well_formed(before, after, changed):
-            return self.verify(
+            problems += self.verify(
                 graph_module, interface=interface, tolerated_waits=tolerated_waits, scan=after
             ).problems
+            return tuple(problems)
         reached = dict.fromkeys(changed)
         for node in changed:
             reached.update(dict.fromkeys(node.users))
             # What nobody read had to have no value.
             unread = (each for each in node.all_input_nodes if value_of(each) is None)
             reached.update(dict.fromkeys(unread))
-        problems: list[GraphProblem] = []
         if _touches_interface(before, after, reached):
             problems += interface.find_differences(GraphInterface.of(graph_module))
         problems += self._repropagator.find_problems(after, fake_mode, only=reached)
@@ -171,6 +173,24 @@ class Verifier:
         problems += find_wait_problems(after, tolerated=tolerated_waits)
         problems += find_refused_write_problems(n for n in after.writers if n in reached)
         return tuple(problems)
+
+
+def _raw_size_problems(nodes: Iterable[Node], scan: GraphScan) -> Iterator[GraphProblem]:
+    """Yield a problem for each symbolic size among arguments that stands there without a node."""
+    for node in nodes:
+        call = scan.calls[node]
+        if call.split()[0].is_exact:
+            continue
+        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        sizes = dict.fromkeys(str(leaf) for leaf in leaves if isinstance(leaf, SYMBOLIC))
+        if sizes:
+            yield GraphProblem(
+                check="well-formed",
+                node_name=node.name,
+                target=str(node.target),
+                message=f"the size {', '.join(sizes)} among its arguments is of no node",
+                expected="a node, as of aten.sym_size.int(tensor, dim)",
+            )
 
 
 def _is_well_formed(before: GraphScan, after: GraphScan, changed: Sequence[Node]) -> bool:

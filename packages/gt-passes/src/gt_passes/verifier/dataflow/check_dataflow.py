@@ -21,6 +21,7 @@ from typing import Self
 from torch.fx import GraphModule, Node
 
 from gt_passes.analysis.graph_scan import GraphScan, GraphScanner
+from gt_passes.analysis.outlined_region import inline_regions
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.verifier.dataflow.dataflow_differences import explain_difference
 from gt_passes.verifier.dataflow.symbolic_execution import SymbolicExecution
@@ -68,6 +69,9 @@ class Dataflow:
             before: of the same graph before it was edited, in the same table: what did not change
                 is taken from there.
         """
+        inlined = inline_regions(graph_module)
+        if inlined is not graph_module:
+            graph_module, scan, before = inlined, None, None
         walk = SymbolicExecution(
             scan or GraphScanner().scan(graph_module),
             table=ValueTable() if table is None else table,
