@@ -329,6 +329,12 @@ def below_autograd() -> AbstractContextManager[object]:
     return context
 
 
+def running_derivative() -> str:
+    """Return the kind of the autograd node that runs, as "Maximum"; "" outside of a backward."""
+    node: Any = torch._C._current_autograd_node()
+    return "" if node is None else str(node.name()).rpartition("Backward")[0]
+
+
 def num_dispatch_modes() -> int:
     """Return how many modes see every operator now, that of fake tensors included."""
     return torch._C._len_torch_dispatch_stack()

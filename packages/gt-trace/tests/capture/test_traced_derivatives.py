@@ -1,4 +1,4 @@
-"""A gradient that PyTorch computes by another formula while it is traced is refused."""
+"""Gradients that PyTorch computes otherwise while it is traced are those of eager, or refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from gt_trace import trace_step
 from gt_trace.errors import CaptureError
-from gt_trace.joint import export_joint_graph
+from gt_trace.joint import export_joint_graph, partition
 
 _REFUSAL = (
     r"(?s)the step differentiates torch.prod, whose gradient PyTorch computes by another formula "
@@ -78,3 +78,85 @@ def test_products_that_are_not_differentiated_by_it_are_captured(product):
     x, step = torch.randn(5, 7), _gradient(product)
     for got, want in zip(trace_step(step)(x).bind()(x), step(x), strict=True):
         assert torch.equal(got, want)
+
+
+_BROADCAST = {
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "fmax": torch.fmax,
+    "fmin": torch.fmin,
+    "atan2": torch.atan2,
+    "clamp": lambda x, bound: x.clamp(bound, bound + 1),
+    "clamp_min": lambda x, bound: x.clamp(min=bound),
+    "clamp_max": lambda x, bound: x.clamp(max=bound),
+}
+_OF_ALL = {
+    "max": torch.max,
+    "min": torch.min,
+    "median": torch.median,
+    "nanmedian": torch.nanmedian,
+    "infinite": lambda x: (x.max() - x.max().detach()).sqrt(),
+}
+
+
+class _Operator(nn.Module):
+    """An operator whose first operand is transposed, and scaled by a parameter."""
+
+    def __init__(self, operator, bound):
+        super().__init__()
+        self.operator, self.scale = operator, nn.Parameter(torch.tensor(1.5))
+        self.bound = nn.Parameter(bound)
+
+    def forward(self, x):
+        x = x.transpose(0, -1) * self.scale
+        return self.operator(x, self.bound), x
+
+
+def _check_bits(got, want):
+    for one, other in zip(got, want, strict=True):
+        assert one.stride() == other.stride()
+        assert torch.equal(*(each.detach().reshape(-1).view(torch.int32) for each in (one, other)))
+
+
+def _weighted(value):
+    return (value * torch.linspace(-0.7, 1.7, value.numel()).view(value.shape)).sum()
+
+
+def _check_step_and_joint(operator, bound):
+    torch.manual_seed(0)
+    model, x = _Operator(operator, bound), torch.randn(37, 9, 41)
+
+    def step(run, x):
+        value, scaled = run(x)
+        tensors = (scaled, *model.parameters())
+        used = torch.autograd.grad(_weighted(value), tensors, allow_unused=True)
+        return value.detach(), *(each for each in used if each is not None)
+
+    want = step(model, x)
+    captured = trace_step(lambda x: step(model, x), module=model)(x).bind(model)
+    _check_bits(captured(x), want)
+
+    def summed(run, x):
+        parameters = list(model.parameters())
+        used = torch.autograd.grad(_weighted(run(x)[0]), parameters, allow_unused=True)
+        return [each for each in used if each is not None]
+
+    joint = partition(export_joint_graph(model, (x,))).bind(model)
+    _check_bits(summed(joint, x), summed(model, x))
+
+
+@pytest.mark.parametrize("operator", _BROADCAST.values(), ids=_BROADCAST)
+def test_sums_over_a_broadcast_operand_add_in_the_order_of_eager(operator):
+    _check_step_and_joint(operator, torch.randn(9, 37))
+
+
+@pytest.mark.parametrize("operator", _OF_ALL.values(), ids=_OF_ALL)
+def test_elements_beside_the_greatest_have_gradients_of_positive_zero(operator):
+    _check_step_and_joint(lambda x, _: -operator(x).view(1), torch.randn(()))
+
+
+def test_the_gradient_of_a_fill_value_sums_the_filled_elements_alone():
+    def filled(x, value):
+        return x.masked_fill(x[0] > 0, value)
+
+    _check_step_and_joint(filled, torch.randn(()))

@@ -287,7 +287,9 @@ def _measured(
     results = _run(func, args, kwargs, layouts, used)
     if results is None:
         return None
-    return tuple(_order_of(each) if isinstance(each, torch.Tensor) else None for each in results)
+    return tuple(
+        order_in_memory(each) if isinstance(each, torch.Tensor) else None for each in results
+    )
 
 
 def _run(
@@ -339,13 +341,19 @@ def _real(layout: _Layout, sizes: Mapping[int, int]) -> torch.Tensor:
     return ones.as_strided(new_shape, new_stride)
 
 
-def _order_of(tensor: torch.Tensor) -> _Order | None:
-    """Return the order of a tensor without gaps; None of another."""
-    stride = tensor.stride()
-    order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-stride[dim], dim)))
+def order_in_memory(tensor: torch.Tensor) -> _Order | None:
+    """Return a tensor's dims from the outermost in memory on; None for a tensor with gaps.
+
+    Symbols count by their hints; a tensor with symbols that have none has no order.
+    """
+    shape, stride = _numbers(tensor.shape), _numbers(tensor.stride())
+    if shape is None or stride is None:
+        return None
+    by_stride = [(-step, dim) for dim, step in enumerate(stride)]
+    order = tuple(dim for _, dim in sorted(by_stride))
     step = 1
     for dim in reversed(order):
-        if tensor.shape[dim] > 1 and stride[dim] != step:
+        if shape[dim] > 1 and stride[dim] != step:
             return None
-        step *= tensor.shape[dim]
+        step *= shape[dim]
     return order

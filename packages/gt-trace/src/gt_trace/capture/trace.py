@@ -33,7 +33,6 @@ from gt_trace.capture.captured_mode import CapturedMode, refuse_gradient_hooks, 
 from gt_trace.capture.earlier_gradients import EarlierGradients
 from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.given_tensors import GivenTensors
-from gt_trace.capture.grad_mode_operators import WITH_GRAD_MODE
 from gt_trace.capture.graph_inputs import name_placeholders, with_uses
 from gt_trace.capture.inherit import inherit_annotations
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
@@ -58,7 +57,7 @@ from gt_trace.capture.shared_inputs import refuse_dependent_inputs
 from gt_trace.capture.stack_traces import memoised_stack_traces
 from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor
 from gt_trace.capture.thread_settings import refuse_inference_mode
-from gt_trace.capture.traced_derivatives import refuse_traced_derivatives
+from gt_trace.capture.traced_derivatives import EAGER_OPERATORS, refuse_traced_derivatives
 from gt_trace.capture.traced_step import TracedStep
 from gt_trace.garbage_collection import held_garbage_collection
 
@@ -222,7 +221,7 @@ def _traced(
     module: nn.Module | None,
 ) -> GraphModule:
     with held_garbage_collection(), tracing_contexts(mode, module), lazily_generated_code():
-        made: GraphModule = make_fx(step, WITH_GRAD_MODE, record_stack_traces=True)(*fakes)
+        made: GraphModule = make_fx(step, EAGER_OPERATORS, record_stack_traces=True)(*fakes)
     return made
 
 

@@ -1,19 +1,68 @@
-"""Operators whose derivative rounds otherwise while it is traced: refused.
+"""Derivatives that PyTorch computes otherwise while they are traced.
 
-PyTorch's derivative of ``prod`` divides the product by the operand if no element is zero. Elements
-of a traced tensor cannot be read, so that the traced derivative multiplies all other elements.
+Formulas in C++ call other operators for a tensor that is traced than for a real one: they cannot
+read its elements, and do not write to it. Zeros get other signs, sums other orders, and results
+other strides. A trace records the operators of eager execution instead, or is refused.
+
+The derivative of ``prod`` divides the product by the operand if no element is zero, and multiplies
+all other elements if it is traced.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.fx import GraphModule, Node
 
+from gt_trace._torch_internals import OpOverload, running_derivative
+from gt_trace.capture.grad_mode_operators import WITH_GRAD_MODE
 from gt_trace.capture.inherit import first_forward
+from gt_trace.capture.kernel_strides import order_in_memory
 from gt_trace.errors import CaptureError
 from gt_trace.node_metadata import is_backward, sequence_number
 
+_FILLED_IN_PLACE = frozenset(
+    {"Atan2", "Clamp", "ClampMax", "ClampMin", "Fmax", "Fmin", "Maximum", "Minimum"}
+)
+_SHARED_BY_EQUALS = frozenset({"Max", "Median", "Min", "Nanmedian"})
 _PRODUCTS = (torch.ops.aten.prod.default, torch.ops.aten.prod.dim_int)
+
+
+def _masked_fill(operand: torch.Tensor, mask: torch.Tensor, value: Any) -> Any:
+    """Keep the strides of the operand, as ``masked_fill_`` does: ``masked_fill`` does not."""
+    if running_derivative() not in _FILLED_IN_PLACE:
+        return NotImplemented
+    order = order_in_memory(operand)
+    if order is None or order == (*range(operand.dim()),):
+        return NotImplemented
+    mask = mask.expand(operand.shape).permute(order)
+    back = [order.index(dim) for dim in range(operand.dim())]
+    return operand.permute(order).masked_fill(mask, value).permute(back)
+
+
+def _mul(mask: torch.Tensor, share: Any) -> Any:
+    """Fill zeros with the share of each greatest element, instead of a product with the mask."""
+    if running_derivative() not in _SHARED_BY_EQUALS or mask.dtype is not torch.bool:
+        return NotImplemented
+    return share.new_zeros(mask.shape).masked_fill(mask, share)
+
+
+def _where(mask: torch.Tensor, gradient: torch.Tensor, zero: torch.Tensor) -> Any:
+    """Select what is to be summed, instead of a sum over zeros too."""
+    if running_derivative() != "MaskedFill":
+        return NotImplemented
+    return gradient.masked_select(mask)
+
+
+EAGER_OPERATORS: dict[OpOverload, Callable[..., Any]] = {
+    **WITH_GRAD_MODE,
+    torch.ops.aten.masked_fill.Scalar: _masked_fill,
+    torch.ops.aten.mul.Tensor: _mul,
+    torch.ops.aten.where.self: _where,
+}
+"""A decomposition table for traces."""
 
 
 def refuse_traced_derivatives(graph_module: GraphModule) -> None:

@@ -40,7 +40,6 @@ from gt_trace.capture.autocast_cache import RECAST, autocast_cache, repeated_cas
 from gt_trace.capture.captured_mode import CapturedMode, with_settled_hooks
 from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.given_tensors import GivenTensors
-from gt_trace.capture.grad_mode_operators import WITH_GRAD_MODE
 from gt_trace.capture.graph_inputs import GraphInput, InputKind, name_placeholders, with_uses
 from gt_trace.capture.inherit import inherit_annotations
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
@@ -59,7 +58,7 @@ from gt_trace.capture.shared_inputs import refuse_dependent_inputs
 from gt_trace.capture.stack_traces import memoised_stack_traces
 from gt_trace.capture.subclass_layout import PLAIN, TensorLayout, flatten_tensor
 from gt_trace.capture.thread_settings import refuse_inference_mode
-from gt_trace.capture.traced_derivatives import refuse_traced_derivatives
+from gt_trace.capture.traced_derivatives import EAGER_OPERATORS, refuse_traced_derivatives
 from gt_trace.errors import CaptureError
 from gt_trace.joint.joint_descriptors import (
     DescribedInput,
@@ -196,7 +195,7 @@ def _export(
     watch = current_watch()
     with watch.running(), _tracing_contexts(fake_mode, module) as stack:
         exported = aot_export_joint_with_descriptors(
-            stack, shell, tensors, decompositions=WITH_GRAD_MODE
+            stack, shell, tensors, decompositions=EAGER_OPERATORS
         )
         watch.look()  # before AOTAutograd restores PyTorch's generators
     if not any(output.requires_grad for output in shell.outputs):
