@@ -74,7 +74,7 @@ def constants(x, y):
     second = _WRITTEN * 2.0
     _WRITTEN[0].mul_(y[0])
     third = _WRITTEN.diagonal().exp()
-    _WRITTEN.zero_()
+    _WRITTEN[1:].add_(y[1:])
     return total * y, first + _SMALL, second, third, _SMALL.t() @ y
 
 

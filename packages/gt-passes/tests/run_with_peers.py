@@ -28,12 +28,20 @@ def random_inputs(graph_module: GraphModule, *, seed: int = 0) -> list[Any]:
 
 
 def run_with_peers(graph_module: GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """Return what a step computes from copies of its inputs, and what it leaves in these."""
+    """Return what a step computes from copies of its inputs, and what it leaves in them.
+
+    What it leaves in constants follows; they are then as before.
+    """
+    constants = [each for _, each in sorted(graph_module.named_buffers())]
+    held = [each.clone() for each in constants]
     own = [each.clone() if isinstance(each, torch.Tensor) else each for each in inputs]
     torch.manual_seed(0)
     with torch.no_grad():
         outputs = _OfImaginedWorld(graph_module, garbage_collect_values=False).run(*own)
-    return [*pytree.tree_leaves(outputs), *own]
+    results = [each.clone() for each in (*pytree.tree_leaves(outputs), *own, *constants)]
+    for each, before in zip(constants, held, strict=True):
+        each.copy_(before)
+    return results
 
 
 def are_equal_bits(one: Sequence[Any], other: Sequence[Any]) -> bool:

@@ -416,13 +416,41 @@ def _read_constant_late(edited: GraphModule) -> None:
 
 
 def _write_constant_again(edited: GraphModule) -> None:
-    add = node_of(edited, "add_")
-    call_after(edited, node_of(edited, "sin"), aten.mul_.Tensor, add.args[0], 2)
+    constant = node_of(edited, "add_").args[0]
+    last = edited.graph.find_nodes(op="output")[0].prev
+    call_after(edited, last, aten.mul_.Tensor, constant, 2).meta["val"] = constant.meta["val"]
 
 
 @pytest.mark.parametrize("edit", [_read_constant_late, _write_constant_again])
 def test_the_memory_of_a_constant_is_there_before_and_after_the_graph_runs(edit: Edit):
     assert "[memory order]" in problems_of(capture(_written_constant, X), edit)
+
+
+def _drop_write_of_constant(edited: GraphModule) -> None:
+    edited.graph.erase_node(node_of(edited, "add_"))
+
+
+def _write_to_another_constant(edited: GraphModule) -> None:
+    edited.register_buffer("another", torch.ones(4, 6))
+    add = node_of(edited, "add_")
+    with edited.graph.inserting_before(add):
+        another = edited.graph.get_attr("another")
+    another.meta = dict(add.args[0].meta)
+    add.update_arg(0, another)
+
+
+@pytest.mark.parametrize(
+    "edit", [_write_constant_again, _drop_write_of_constant, _write_to_another_constant]
+)
+def test_what_is_left_in_a_constant_is_compared(edit: Edit):
+    def step(x):
+        early = _CONSTANT.sin()
+        _CONSTANT.add_(x)
+        return early
+
+    graph_module = capture(step, X)
+    with pytest.raises(VerificationError, match="what is left in constant _tensor_constant0"):
+        run_pass(EditGraph(edit=edit, allowed=FREELY), graph_module)
 
 
 def put_in_a_region(edited: GraphModule, *names: str) -> Node:

@@ -136,6 +136,10 @@ def _differing(
         got = after.left_in_inputs.get(name, expected)
         if expected != got:
             yield f"what is left in input {name}", expected, got, None
+    for name, (held, expected) in before.constants.items():
+        _, got = after.constants.get(name, (held, held))
+        if expected != got:
+            yield f"what is left in constant {name}", expected, got, None
     for subject, expected, got in (
         ("the sequence of random draws", before.draws, after.draws),
         ("the sequence of unknown operators", before.unknown_calls, after.unknown_calls),

@@ -64,6 +64,7 @@ class SymbolicExecution:
         self.outputs: list[int] = []
         self.output_names: list[str] = []  # the node of each
         self.left_in_inputs: dict[str, int] = {}  # what each placeholder holds after the run
+        self.constants: dict[str, tuple[int, int]] = {}  # what each holds before and after the run
         # All random draws, all calls of unknown effect, all point-to-point messages, in order.
         self.draws = self.unknown_calls = self.messages = table.number(("start",))
         self.checks: set[int] = set()  # what the graph asserts
@@ -390,6 +391,13 @@ class SymbolicExecution:
         visit(results)
         for placeholder in self._inputs:
             self.left_in_inputs[str(placeholder.target)] = self._load(placeholder).number
+        for node, frozen in self._scan.attributes.items():
+            if frozen.kind != "constant":
+                continue
+            definition = ("constant", frozen, str(node.target))
+            held = self.table.result(definition, value_of(node)).number
+            left = self._load(node).number if node in self._memory.class_of else held
+            self.constants[str(node.target)] = (held, left)
 
 
 def _has_known_sizes(value: Value | None) -> TypeGuard[TensorValue | TupleValue]:
