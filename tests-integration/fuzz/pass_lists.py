@@ -14,8 +14,6 @@ from typing import Any, Literal
 
 from fuzz.case import PassSpec
 from gt_passes import GraphPass  # importing the package registers every pass
-from gt_passes.errors import PassOrderError
-from gt_passes.pass_order import order_passes
 from gt_passes.registry import find_passes, known_passes
 
 __all__ = ["build_passes", "draw_passes", "fuzzed_passes", "reason_to_exclude"]
@@ -49,35 +47,22 @@ def reason_to_exclude(name: str) -> str | None:
 
 
 def draw_passes(source: random.Random) -> tuple[PassSpec, ...]:
-    """A random list of passes, in an order that their declared facts allow.
-
-    Any subset, any order, sometimes one twice: passes may rely on declared facts and on nothing
-    else.
-    """
+    """Draw a list of passes: any subset in any order, sometimes one twice."""
     names = fuzzed_passes()
-    while True:
-        drawn = source.sample(names, source.randint(1, min(len(names), 7)))
-        if source.random() < 0.3:
-            drawn.insert(source.randint(0, len(drawn)), source.choice(drawn))
-        specs = tuple(PassSpec(name=name, options=_draw_options(name, source)) for name in drawn)
-        try:
-            build_passes(specs)
-        except PassOrderError:
-            continue  # something that it requires is not in the list
-        return specs
+    drawn = source.sample(names, source.randint(1, min(len(names), 7)))
+    if source.random() < 0.3:
+        drawn.insert(source.randint(0, len(drawn)), source.choice(drawn))
+    return tuple(PassSpec(name=name, options=_draw_options(name, source)) for name in drawn)
 
 
 def build_passes(specs: tuple[PassSpec, ...]) -> tuple[GraphPass, ...]:
-    """The passes that ``specs`` describe, in the order in which they run.
-
-    Raises:
-        PassOrderError: no order meets what the passes require.
-    """
+    """The passes that ``specs`` describe, in their order."""
     for spec in specs:
         importlib.import_module(spec.module)
     classes = find_passes(spec.name for spec in specs)
-    passes = [pass_class(**spec.options) for pass_class, spec in zip(classes, specs, strict=True)]
-    return order_passes(passes)
+    return tuple(
+        pass_class(**spec.options) for pass_class, spec in zip(classes, specs, strict=True)
+    )
 
 
 def _draw_options(name: str, source: random.Random) -> dict[str, Any]:

@@ -32,7 +32,6 @@ def test_every_violation_of_the_contract_is_listed():
     class Sloppy(GraphPass):
         name: ClassVar[str] = "sloppy-pass"
         runs_on = frozenset({"stage 0"})
-        requires = frozenset({"no-dead-code"})
 
         def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
             return PassReport(changed=False)
@@ -46,8 +45,7 @@ Sloppy does not declare a pass as the contract asks:
   - it is not a frozen dataclass: write @dataclass(frozen=True, ...)
   - its name is 'sloppy-pass', and its class name asks for 'sloppy'
   - numerics is None, not one of bitwise, reordered, approximate
-  - runs_on is frozenset({'stage 0'}), not a frozenset of kinds of graph: some of STEP, MICROBATCH, STAGE, UNSHARD, FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, REDUCE_GRAD, OVERLAP_F_B, JOINT_FORWARD, JOINT_BACKWARD
-  - requires is frozenset({'no-dead-code'}), not a frozenset of Fact""",
+  - runs_on is frozenset({'stage 0'}), not a frozenset of kinds of graph: some of STEP, MICROBATCH, STAGE, UNSHARD, FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, REDUCE_GRAD, OVERLAP_F_B, JOINT_FORWARD, JOINT_BACKWARD""",
     )
 
 

@@ -32,7 +32,6 @@ from gt_passes import (
     pass_report_from_data,
 )
 from gt_passes.errors import PassDeclarationError
-from gt_passes.facts import Fact
 
 X = torch.ones(4, 6)
 
@@ -347,16 +346,13 @@ def test_refuses_a_pass_that_breaks_the_contract():
         run(small_step(), NotAPass())
 
 
-def test_orders_passes_by_their_facts():
-    @dataclass(frozen=True)
-    class NeedsChunks(EditGraph):
-        name: ClassVar[str] = "needs-chunks"
-        requires: ClassVar[frozenset[Fact]] = frozenset({Fact("chunks")})
-
+def test_passes_run_in_the_order_given():
     graph_module = small_step()
-    needs = NeedsChunks(edit=lambda edited: None)
-    report = run(graph_module, needs, RemoveDeadCode(), given_facts=[Fact("chunks")])
-    assert [record.name for record in report.records] == ["needs-chunks", "remove-dead-code"]
+    first = EditGraph(edit=lambda edited: None)
+    report = run(graph_module, first, RemoveDeadCode())
+    assert [record.name for record in report.records] == ["edit-graph", "remove-dead-code"]
+    report = run(graph_module, RemoveDeadCode(), first)
+    assert [record.name for record in report.records] == ["remove-dead-code", "edit-graph"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from gt_passes.cuda_graphs.cuda_graphs import CudaGraphs, release_cuda_graphs
 from gt_passes.ep_overlap.chunk_modules import ChunkModules
 from gt_passes.ep_overlap.schedule_ep_overlap import ScheduleEpOverlap
 from gt_passes.ep_overlap.separate_exchange_group import SeparateExchangeGroup
-from gt_passes.errors import GtPassesError, PassOrderError, RecipeError, VerificationError
+from gt_passes.errors import GtPassesError, RecipeError, VerificationError
 from gt_passes.fsdp.bucket_all_gathers import BucketAllGathers
 from gt_passes.fsdp.bucket_all_reduces import BucketAllReduces
 from gt_passes.fsdp.bucket_reduce_scatters import BucketReduceScatters
@@ -77,7 +77,6 @@ __all__ = [
     "PassContext",
     "PassManager",
     "PassManagerReport",
-    "PassOrderError",
     "PassRecord",
     "PassReport",
     "PrefetchAllGathers",

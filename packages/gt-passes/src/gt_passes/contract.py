@@ -1,9 +1,9 @@
 """The pass contract: what a pass declares, what it is given, and what it returns.
 
 A pass is a frozen dataclass whose fields are its options. It edits the graph module in place and
-returns what it did as data; the manager orders, verifies, recompiles, times and dumps, so that no
-pass repeats that. The shape is that of xDSL's ``ModulePass`` (``xdsl/passes.py``), with declared
-facts and bounds that a verifier can hold a pass to.
+returns what it did as data; the manager verifies, recompiles, times and dumps, so that no pass
+repeats that. The shape is that of xDSL's ``ModulePass`` (``xdsl/passes.py``), with declared
+bounds that a verifier can hold a pass to.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from gt_config.graph_kinds import EVERY_GRAPH, GRAPH_KINDS, GraphKind, MeshAxis
 from gt_config.numerics import NUMERICS, Numerics
 from gt_passes._torch_internals import fake_mode_of
 from gt_passes.errors import NO_FAKE_VALUES, GraphInputError, PassDeclarationError
-from gt_passes.facts import Fact
 from gt_trace import TracedStep
 
 
@@ -177,12 +176,6 @@ class GraphPass(ABC):
     """Whether the pass puts calls into the graph that only this process and this machine can run:
     compiled kernels, recordings. A graph is stored as it is before the first such pass."""
 
-    requires: ClassVar[frozenset[Fact]] = frozenset()
-    """What must hold before the pass runs."""
-
-    provides: ClassVar[frozenset[Fact]] = frozenset()
-    """What holds afterwards."""
-
     @property
     def bounds(self) -> ChangeBounds:
         """How far the pass may change costs; overridden where options decide."""
@@ -219,10 +212,6 @@ def check_declaration(pass_class: type[GraphPass]) -> None:
             f"runs_on is {runs_on!r}, not a frozenset of kinds of graph: some of "
             f"{', '.join(GRAPH_KINDS)}"
         )
-    for attribute in ("requires", "provides"):
-        facts = getattr(pass_class, attribute)
-        if not isinstance(facts, frozenset) or not all(isinstance(fact, Fact) for fact in facts):
-            problems.append(f"{attribute} is {facts!r}, not a frozenset of Fact")
     if problems:
         raise PassDeclarationError(pass_class.__qualname__, problems)
 

@@ -10,7 +10,6 @@
         ├── GraphChunkingError    (ValueError)    a graph cannot run modules in chunks
         ├── UnknownPassError      (ValueError)    a name that no registered pass has
         ├── RecipeError           (ValueError)    passes added or left out contradict each other
-        ├── PassOrderError        (ValueError)    requirements that no order of the passes meets
         ├── PassReportDataError   (ValueError)    data that are no report of passes
         ├── CollectiveMismatchError (RuntimeError) ranks would run different collectives
         ├── CudaGraphAddressError (RuntimeError)  what should stay in place keeps moving
@@ -159,12 +158,6 @@ class RecipeError(_ProblemsError, ValueError):
     """The passes to add and to leave out contradict the recipe or each other; all at once."""
 
     _heading = "the recipe cannot be built:"
-
-
-class PassOrderError(_ProblemsError, ValueError):
-    """No order of the passes meets their requirements; every unmet requirement is named."""
-
-    _heading = "the passes cannot be ordered:"
 
 
 class PassReportDataError(GtPassesError, ValueError):

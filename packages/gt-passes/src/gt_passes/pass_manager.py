@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +18,8 @@ from gt_passes.analysis import liveness
 from gt_passes.analysis.collectives import collective_bytes
 from gt_passes.contract import GraphPass, PassContext, PassReport, check_declaration
 from gt_passes.errors import VerificationError
-from gt_passes.facts import Fact
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.pass_manager_report import Elapsed, PassManagerReport, PassRecord
-from gt_passes.pass_order import order_passes
 from gt_passes.structured_trace import trace_text
 from gt_passes.verifier.declared_bounds import GraphSize, find_bound_problems
 from gt_passes.verifier.verification_session import VerificationSession
@@ -33,9 +31,8 @@ class PassManager:
     """Runs passes on a graph, and holds each to what it declares.
 
     Args:
-        passes: in the order wanted; moved only where declared facts ask.
+        passes: in the order in which they run.
         context: what passes need to know besides the graph.
-        given_facts: what already holds of the graphs to come.
         verify: verify the captured graph, and the graph after every pass.
         dump_directory: where to write the graph before and after each pass, as text, and a summary
             (``summary.txt``); made if it is missing. Ranks that share a file system need one each.
@@ -50,7 +47,6 @@ class PassManager:
 
     Raises:
         PassDeclarationError: a pass breaks the contract.
-        PassOrderError: no order meets the requirements.
     """
 
     def __init__(
@@ -58,7 +54,6 @@ class PassManager:
         passes: Sequence[GraphPass],
         *,
         context: PassContext,
-        given_facts: Iterable[Fact] = (),
         verify: bool = True,
         dump_directory: Path | None = None,
         estimate_peak_bytes: Callable[[GraphModule], int] | None = None,
@@ -66,7 +61,7 @@ class PassManager:
     ) -> None:
         for graph_pass in passes:
             check_declaration(type(graph_pass))
-        self.passes = order_passes(passes, given_facts=given_facts)
+        self.passes = tuple(passes)
         self._context = context
         self._verify = verify
         self._dump_directory = dump_directory

@@ -43,7 +43,6 @@ from gt_passes.memory_policy.offload_tagged import OffloadTagged
 from gt_passes.memory_policy.recompute_tagged import RecomputeTagged
 from gt_passes.memory_policy.tag_saved_tensors import TagSavedTensors
 from gt_passes.pass_manager import PassManager
-from gt_passes.pass_order import order_passes
 from gt_passes.registry import find_passes
 from gt_passes.tensor_parallel.async_tensor_parallel import AsyncTensorParallel
 from gt_passes.tensor_parallel.fuse_parallel_matmuls import FuseParallelMatmuls
@@ -130,7 +129,6 @@ def default_passes(
         RecipeError: a pass left out is part of the recipe of no kind of graph, or is added as well;
             a pass added by name has an option without a default; or there is more than one memory
             policy. All of them at once.
-        PassOrderError: what was left out provides what another pass requires.
     """
     find_passes([*options.passes, *options.disable_passes])  # all unknown names in one error
     classes = find_passes(options.passes)
@@ -158,12 +156,10 @@ def default_passes(
     ]
     if problems:
         raise RecipeError(problems)
-    return order_passes(
-        [
-            graph_pass
-            for graph_pass in (*rewriting, *others, *compiling)
-            if graph in graph_pass.runs_on and graph_pass.name not in options.disable_passes
-        ]
+    return tuple(
+        graph_pass
+        for graph_pass in (*rewriting, *others, *compiling)
+        if graph in graph_pass.runs_on and graph_pass.name not in options.disable_passes
     )
 
 

@@ -23,7 +23,6 @@ from gt_passes.analysis.forward_sweep import ForwardSweep
 from gt_passes.analysis.operator_aliases import only_makes_views
 from gt_passes.analysis.tensor_signature import TensorSignature, is_symbolic, signature
 from gt_passes.contract import GraphPass, PassContext, PassReport, Refusal
-from gt_passes.facts import CANONICAL_VIEWS, Fact
 from gt_passes.registry import register_pass
 from gt_trace.node_metadata import read_annotation
 
@@ -83,7 +82,6 @@ class CanonicalizeViews(GraphPass):
     numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
     only_cleans_up: ClassVar[bool] = True
-    provides: ClassVar[frozenset[Fact]] = frozenset({CANONICAL_VIEWS})
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         """Canonicalize views; see the class."""

@@ -19,7 +19,6 @@ from gt_passes.analysis.aliasing import has_unknown_effects, written_nodes
 from gt_passes.analysis.collectives import is_pure_collective, is_wait, raw_results
 from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
-from gt_passes.facts import NO_DEAD_CODE, Fact
 from gt_passes.registry import register_pass
 
 DeadCollectives = Literal["keep", "remove_unshards"]
@@ -58,7 +57,6 @@ class RemoveDeadCode(GraphPass):
     numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
     only_cleans_up: ClassVar[bool] = True
-    provides: ClassVar[frozenset[Fact]] = frozenset({NO_DEAD_CODE})
 
     dead_collectives: DeadCollectives = "remove_unshards"
     """What happens to collectives whose result nobody reads. keep: none is removed.

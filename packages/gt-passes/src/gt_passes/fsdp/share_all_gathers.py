@@ -22,7 +22,6 @@ from gt_passes.analysis.forward_sweep import ForwardSweep
 from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.analysis.graph_constants import freeze_call
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
-from gt_passes.facts import ONE_ALL_GATHER_PER_PARAMETER, Fact
 from gt_passes.registry import register_pass
 from gt_trace.node_metadata import phase_of
 
@@ -64,7 +63,6 @@ class ShareAllGathers(GraphPass):
     mesh_axes: ClassVar[frozenset[MeshAxis]] = SHARD_AXES
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({*STEP_GRAPHS, "STAGE", *JOINT_GRAPHS})
     only_cleans_up: ClassVar[bool] = True
-    provides: ClassVar[frozenset[Fact]] = frozenset({ONE_ALL_GATHER_PER_PARAMETER})
 
     scope: SharingScope = "step"
     """step: once in the whole step. phase: once in the forward and once in the backward, so that
