@@ -18,6 +18,7 @@ import mutations_of_communication
 import mutations_of_effects
 import mutations_of_values
 import pytest
+from memory_steps import MEMORY_STEPS, memory_step
 from mutation_graphs import (
     STAMPED_STEP_NAMES,
     STEP_NAMES,
@@ -29,6 +30,7 @@ from mutation_graphs import (
     step_graph,
 )
 from mutation_kinds import KINDS, Bug, Mutate, find_bugs
+from run_with_peers import are_equal_bits, random_inputs, run_with_peers
 from torch.fx import GraphModule
 
 from gt_passes import (
@@ -238,6 +240,15 @@ def test_legal_passes_are_not_refused(captured: dict[str, StepGraph]) -> None:
         report = PassManager(passes, context=step.context).run(graph_module)
         assert report.verified
         print(f"\n{step.name}\n{report}")
+
+
+@pytest.mark.parametrize("name", MEMORY_STEPS)
+def test_legal_passes_keep_the_bits_of_steps_that_write_to_memory(name: str) -> None:
+    step = memory_step(name)
+    inputs = random_inputs(step.graph_module)
+    expected = run_with_peers(step.graph_module, inputs)
+    PassManager(legal_passes(), context=step.context).run(step.graph_module)
+    assert are_equal_bits(expected, run_with_peers(step.graph_module, inputs))
 
 
 @pytest.mark.parametrize("make_pass", legal_passes(), ids=lambda graph_pass: graph_pass.name)

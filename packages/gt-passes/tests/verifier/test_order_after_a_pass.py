@@ -529,6 +529,25 @@ def test_a_region_that_computes_something_else_is_found(edit: Edit):
         run_pass(EditGraph(edit=edit, allowed=FREELY), capture(two_writes, X, X.clone()))
 
 
+def test_random_draws_that_change_their_order_are_found():
+    def step(x):
+        return torch.rand_like(x), x.bernoulli(), torch.rand_like(x)
+
+    graph_module = capture(step, X)
+    assert_expected_inline(
+        problems_of(graph_module, move("rand_like", after="bernoulli")),
+        """\
+[random numbers] node bernoulli (aten.bernoulli.default)
+it draws random numbers that another node drew before
+expected rand_like to draw first
+got      bernoulli draws first""",
+    )
+    assert (
+        problems_of(capture(lambda x: (x.bernoulli(), x.cos()), X), move("bernoulli", after="cos"))
+        == ""
+    )
+
+
 @pytest.mark.filterwarnings("ignore:Raw SymInt value")
 def test_a_size_that_no_node_gives_is_found():
     def view_as_recorded(edited: GraphModule) -> None:

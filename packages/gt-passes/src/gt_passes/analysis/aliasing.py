@@ -59,13 +59,12 @@ class AliasClasses:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self._parent: dict[Node, Node] = {}
+        self._parent: dict[Node, Node] = {node: node for node in graph.nodes}
         self._written: set[Node] = set()
         self._reshaped: set[Node] = set()
         self._inputs: set[Node] = set()
         self._outputs: set[Node] = set()
         for node in graph.nodes:
-            self._parent[node] = node
             for source in shared_nodes(node):
                 self._union(source, node)
         for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""Check that nothing moved across an operator of which not everything is known.
+"""Check that nothing moved across operators with unknown effects, and no draw across another.
 
 Such an operator may log, count, or use a network, so what ran before it runs before it still, even
 where no data says so. New nodes may stand anywhere, except that collectives that a pass makes anew
@@ -35,6 +35,23 @@ def find_barrier_problems(before: GraphScan, after: GraphScan) -> Iterator[Graph
             expected=f"to run {was} {crossed.name}",
             got=f"it runs {now} {crossed.name}",
         )
+
+
+def find_draw_problems(before: GraphScan, after: GraphScan) -> Iterator[GraphProblem]:
+    """Yield a problem if two random draws of both graphs changed their order."""
+    kept = set(before.random).intersection(after.random)
+    pairs = (filter(kept.__contains__, scan.random) for scan in (before, after))
+    for old, new in zip(*pairs, strict=True):
+        if old is not new:
+            yield GraphProblem(
+                check="random numbers",
+                node_name=new.name,
+                target=str(new.target),
+                message="it draws random numbers that another node drew before",
+                expected=f"{old.name} to draw first",
+                got=f"{new.name} draws first",
+            )
+            return
 
 
 def common_barriers(before: GraphScan, after: GraphScan) -> tuple[Node, ...]:

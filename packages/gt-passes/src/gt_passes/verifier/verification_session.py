@@ -18,7 +18,7 @@ from gt_passes.analysis.graph_scan import GraphScan
 from gt_passes.analysis.scanned_graph import made_again
 from gt_passes.contract import GraphPass
 from gt_passes.graph_problem import GraphProblem
-from gt_passes.verifier.barrier_order import find_barrier_problems
+from gt_passes.verifier.barrier_order import find_barrier_problems, find_draw_problems
 from gt_passes.verifier.collective_order import note_exchanges
 from gt_passes.verifier.collective_races import find_race_problems
 from gt_passes.verifier.collective_waits import find_repeated_waits
@@ -145,9 +145,10 @@ class VerificationSession:
             assert self._dataflow is not None
             yield from before._dataflow.find_differences(self._dataflow)
         else:
-            # The dataflow knows what memory holds. Without it, the order of reads and writes is
-            # all that can be compared.
+            # The dataflow knows what memory holds. Without it, the order of reads, writes and
+            # random draws is all that can be compared.
             yield from find_memory_order_problems(before._order, self._order)
+            yield from find_draw_problems(before._scan, self._scan)
 
     def _note(self, position: int, before: VerificationSession | None = None) -> None:
         """What the checks after the next pass will compare with."""
