@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from gt_config import CompileConfig, Topology, Violation
 from gt_config.numerics import Numerics
-from gt_passes import PassOrderError, RecipeError
+from gt_passes import RecipeError
 from gt_trainer.preflight.idle_options import PIPELINE, RunOptions
 
 _BITWISE = "--compile.bitwise"
@@ -22,7 +22,6 @@ def what_changes_bits(run: RunOptions) -> dict[str, Numerics]:
 
     Raises:
         RecipeError: passes that were added or left out by name do not fit the others.
-        PassOrderError: likewise.
     """
     found: dict[str, Numerics] = {
         each.name: each.numerics
@@ -45,7 +44,7 @@ def bitwise_violations(options: CompileConfig, topology: Topology) -> Iterator[V
         return
     try:
         found = what_changes_bits(run)
-    except (RecipeError, PassOrderError):
+    except RecipeError:
         return  # told elsewhere
     besides = dict(_besides_passes(run))
     for each, numerics in found.items():
@@ -88,6 +87,6 @@ def _brings(run: RunOptions, flag: str, name: str) -> bool:
             is_without = without is None or name not in what_changes_bits(without)
             if name in what_changes_bits(with_it) and is_without:
                 return True
-        except (RecipeError, PassOrderError):
+        except RecipeError:
             continue
     return False

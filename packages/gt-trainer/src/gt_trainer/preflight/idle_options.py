@@ -30,7 +30,7 @@ from gt_config.option_paths import (
     option_paths,
     with_option,
 )
-from gt_passes import GraphPass, PassOrderError, RecipeError, known_passes
+from gt_passes import GraphPass, RecipeError, known_passes
 from gt_trainer.steps.recipe import ReshardChoice, graphs_of, passes_of
 
 _COMPILE = "--compile."
@@ -108,7 +108,6 @@ class RunOptions:
 
         Raises:
             RecipeError: passes that were added or left out by name do not fit the others.
-            PassOrderError: likewise.
         """
         return {
             graph: tuple(
@@ -180,7 +179,7 @@ def idle_option_violations(
     )
     try:
         run.passes()
-    except (RecipeError, PassOrderError) as error:
+    except RecipeError as error:
         yield from _misfits(run, error)
         for path in _NAMES:
             run = run.changed(_COMPILE + path, ())
@@ -197,7 +196,7 @@ def idle_option_violations(
                 yield _violation(run, flag, item, allowed="to leave it out", what="it")
 
 
-def _misfits(run: RunOptions, error: RecipeError | PassOrderError) -> Iterator[Violation]:
+def _misfits(run: RunOptions, error: RecipeError) -> Iterator[Violation]:
     """What passes say of the names of passes that were added and left out."""
     told = False
     for path in _NAMES:
@@ -206,8 +205,6 @@ def _misfits(run: RunOptions, error: RecipeError | PassOrderError) -> Iterator[V
             problem
             for problem in error.problems
             if any(problem.startswith(repr(name)) for name in names)
-            # What lacks a pass that was left out speaks of those that are left.
-            or (isinstance(error, PassOrderError) and path == "disable_passes" and names)
         ]
         if problems:
             yield _misfit(path, names, problems)
@@ -246,7 +243,7 @@ def _differ(run: RunOptions, other: RunOptions) -> bool:
         return False
     try:
         return run.passes() != other.passes()
-    except (RecipeError, PassOrderError):
+    except RecipeError:
         return True  # names that fit one recipe and not the other: it is another
 
 
@@ -292,7 +289,7 @@ def _helps(changed: RunOptions, other: str, flag: str, value: object) -> bool:
     whole = changed.value(flag)
     try:
         changed.passes()
-    except (RecipeError, PassOrderError):
+    except RecipeError:
         return False
     if not _does_something(changed, flag):
         return False

@@ -14,7 +14,7 @@ from typing import Any
 from gt_config import AutoParallelConfig, CompileConfig
 from gt_config.numerics import NUMERICS, Numerics
 from gt_config.option_paths import default_option, option_at, with_option
-from gt_passes import MemoryPolicyPass, PassOrderError, RecipeError, known_passes
+from gt_passes import MemoryPolicyPass, RecipeError, known_passes
 from gt_passes.registry import find_passes
 from gt_trainer.device import intended_device_type
 from gt_trainer.parallelism_options import TrainerParallelismConfig, balance_of
@@ -143,7 +143,7 @@ def describe_run(config: GraphTrainer.Config, world_size: int) -> str:
     try:
         names = {each.name for passes in run.passes().values() for each in passes}
         changes = what_changes_bits(run)
-    except (RecipeError, PassOrderError):
+    except RecipeError:
         return f"On {device}: passes that do not fit together"  # refused before anything runs
     if config.quantization:
         changes = {**changes, "products in 8 bits": "approximate"}
