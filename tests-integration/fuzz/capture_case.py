@@ -105,7 +105,7 @@ def draw_capture_case(source: random.Random) -> CaptureCase:
     def layer() -> tuple[Statement, ...]:
         return tuple(
             Statement(
-                kind=source.choice(kinds) if source.random() < 0.5 else source.choice(kinds[:31]),
+                kind=source.choice(kinds) if source.random() < 0.5 else source.choice(kinds[:34]),
                 first=source.choice([-1, -1, -1, source.randrange(8)]),
                 second=source.randrange(8),
             )

@@ -277,6 +277,16 @@ def _activation(function: Callable[[torch.Tensor], torch.Tensor]) -> Apply:
     return apply
 
 
+def _bounded(scope: Scope, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    turned = scope.linear(a).transpose(0, -1)
+    bound = scope.linear.bias.view(-1, *[1] * (a.dim() - 1))
+    return torch.maximum(turned, bound).clamp(max=bound + 0.5).transpose(0, -1)
+
+
+def _filled(scope: Scope, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.masked_fill(b > 0, scope.linear.bias[0]) if a.shape == b.shape else a
+
+
 def _into_buffer(scope: Scope, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     y = scope.linear(a)
     written = torch.zeros_like(y)
@@ -320,6 +330,9 @@ STATEMENTS: dict[str, Apply] = {
     "mse_loss": _loss_of(F.mse_loss),
     "smooth_l1_loss": _loss_of(F.smooth_l1_loss),
     "huber_loss": _loss_of(F.huber_loss),
+    "bounded": _bounded,
+    "filled": _filled,
+    "greatest": lambda scope, a, b: a * (a.max() - a.median()),
     # Layouts. The last dim keeps its size.
     "swap_rows": lambda scope, a, b: a.transpose(0, 1) if a.dim() == 3 else None,
     "turned_copy": lambda scope, a, b: a.transpose(0, -1).contiguous().transpose(0, -1),

@@ -11,7 +11,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,7 +91,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
@@ -329,10 +329,17 @@ def below_autograd() -> AbstractContextManager[object]:
     return context
 
 
-def running_derivative() -> str:
-    """Return the kind of the autograd node that runs, as "Maximum"; "" outside of a backward."""
+def is_derivative_of(kinds: Container[str]) -> bool:
+    """Return whether an autograd node of plain tensors runs, of a kind such as "Maximum"."""
     node: Any = torch._C._current_autograd_node()
-    return "" if node is None else str(node.name()).rpartition("Backward")[0]
+    if node is None or str(node.name()).rpartition("Backward")[0] not in kinds:
+        return False
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            with suppress(Exception):  # checkpointing lets no tensor be read twice
+                if is_traceable_wrapper_subclass(getattr(node, name)):
+                    return False
+    return True
 
 
 def num_dispatch_modes() -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
 from gt_trace import trace_step
 from gt_trace.errors import CaptureError
@@ -160,3 +162,19 @@ def test_the_gradient_of_a_fill_value_sums_the_filled_elements_alone():
         return x.masked_fill(x[0] > 0, value)
 
     _check_step_and_joint(filled, torch.randn(()))
+
+
+def test_the_gradient_of_a_subclass_is_that_of_its_own_formula():
+    def step(x):
+        return torch.autograd.grad(-x.max(), x)[0]
+
+    x = TwoTensor(torch.randn(5, 7), torch.randn(5, 7)).requires_grad_()
+    got, want = trace_step(step)(x).bind()(x), step(x)
+    _check_bits((got.a, got.b), (want.a, want.b))
+
+
+def test_a_checkpointed_maximum_has_the_gradient_of_eager():
+    def bounded(x, bound):
+        return checkpoint(torch.maximum, x, bound, use_reentrant=False)
+
+    _check_step_and_joint(bounded, torch.randn(9, 37))

@@ -2,7 +2,8 @@
 
 Formulas in C++ call other operators for a tensor that is traced than for a real one: they cannot
 read its elements, and do not write to it. Zeros get other signs, sums other orders, and results
-other strides. A trace records the operators of eager execution instead, or is refused.
+other strides. A trace records the operators of eager execution instead, or is refused. Formulas of
+tensor subclasses are the same eagerly, and are left.
 
 The derivative of ``prod`` divides the product by the operand if no element is zero, and multiplies
 all other elements if it is traced.
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from gt_trace._torch_internals import OpOverload, running_derivative
+from gt_trace._torch_internals import OpOverload, is_derivative_of
 from gt_trace.capture.grad_mode_operators import WITH_GRAD_MODE
 from gt_trace.capture.inherit import first_forward
 from gt_trace.capture.kernel_strides import order_in_memory
@@ -32,7 +33,7 @@ _PRODUCTS = (torch.ops.aten.prod.default, torch.ops.aten.prod.dim_int)
 
 def _masked_fill(operand: torch.Tensor, mask: torch.Tensor, value: Any) -> Any:
     """Keep the strides of the operand, as ``masked_fill_`` does: ``masked_fill`` does not."""
-    if running_derivative() not in _FILLED_IN_PLACE:
+    if not is_derivative_of(_FILLED_IN_PLACE):
         return NotImplemented
     order = order_in_memory(operand)
     if order is None or order == (*range(operand.dim()),):
@@ -44,14 +45,14 @@ def _masked_fill(operand: torch.Tensor, mask: torch.Tensor, value: Any) -> Any:
 
 def _mul(mask: torch.Tensor, share: Any) -> Any:
     """Fill zeros with the share of each greatest element, instead of a product with the mask."""
-    if running_derivative() not in _SHARED_BY_EQUALS or mask.dtype is not torch.bool:
+    if mask.dtype is not torch.bool or not is_derivative_of(_SHARED_BY_EQUALS):
         return NotImplemented
     return share.new_zeros(mask.shape).masked_fill(mask, share)
 
 
 def _where(mask: torch.Tensor, gradient: torch.Tensor, zero: torch.Tensor) -> Any:
     """Select what is to be summed, instead of a sum over zeros too."""
-    if running_derivative() != "MaskedFill":
+    if not is_derivative_of(("MaskedFill",)):
         return NotImplemented
     return gradient.masked_select(mask)
 
