@@ -123,7 +123,7 @@ def test_weights_are_drawn_where_those_of_the_folder_are_not_wanted(tmp_path: Pa
 SAME_IN_EACH_PROCESS = """
 import sys
 from pathlib import Path
-from gt_trainer.artifacts.module_attributes import attribute_texts
+from gt_trainer.artifacts.run_identity import attribute_texts
 from gt_trainer.models.hugging_face.causal_model import CausalModel
 for config in map(Path, sys.argv[1:]):
     text = config.read_text()

@@ -19,7 +19,7 @@ from training_cases import Case
 
 from gt_pipeline.graph import GraphPipelineStage, exposed_collectives
 from gt_pipeline.graph.overlapped_actions import concatenate_actions
-from gt_pipeline.graph.recomposition import recompose
+from gt_pipeline.graph.stage_cut import recompose
 from gt_pipeline.graph.stage_inputs import StageState
 from gt_pipeline.runner import MicrobatchInputs
 from gt_pipeline.split import split_module

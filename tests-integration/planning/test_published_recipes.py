@@ -21,8 +21,8 @@ from gt_trainer.models.published_runs import PUBLISHED_RUNS, PublishedRun
 from gt_trainer.planning.candidates import PlanRequest, candidates
 from gt_trainer.planning.cluster import load_cluster
 from gt_trainer.planning.counted_model import counted_model
-from gt_trainer.planning.pipeline_layouts import PipelineLayouts
 from gt_trainer.planning.plan_run import PlanQuestion, make_plan
+from gt_trainer.planning.planner import PipelineLayouts
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
 from gt_trainer.planning.run_beside import RunBeside, recipe_of
 from gt_trainer.planning.step_bounds import step_bound

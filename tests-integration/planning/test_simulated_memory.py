@@ -12,7 +12,7 @@ from gt_trainer.models.llama3 import llama3_8b, llama3_debugmodel
 from gt_trainer.planning.candidates import MEMORY_POLICIES
 from gt_trainer.planning.counted_model import counted_model
 from gt_trainer.planning.guesses import guessed_bytes
-from gt_trainer.planning.pipeline_layouts import PipelineLayouts
+from gt_trainer.planning.planner import PipelineLayouts
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
 from gt_trainer.planning.run_recipe import RunRecipe
 from gt_trainer.planning.simulate_recipes import simulate_recipes

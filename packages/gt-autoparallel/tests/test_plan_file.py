@@ -27,9 +27,9 @@ from gt_autoparallel import decode_plan, find_placement, plan_digest
 from gt_autoparallel.errors import PlanMismatchError
 from gt_autoparallel.graph.graph_encoding import canonical_json
 from gt_autoparallel.graph.layouts import MeshShape, short_text
-from gt_autoparallel.plan.plan_document import FORMAT_VERSION
 from gt_autoparallel.plan.plan_encoding import encode_plan
 from gt_autoparallel.plan_file import (
+    FORMAT_VERSION,
     check_plan_file,
     check_plan_fits,
     load_plan,

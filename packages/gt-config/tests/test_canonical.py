@@ -9,8 +9,8 @@ from types import MappingProxyType
 import pytest
 
 from gt_config import graph_neutral
-from gt_config._canonical import flatten
 from gt_config.errors import FingerprintTypeError
+from gt_config.fingerprint import flatten
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,11 +20,10 @@ from gt_config import (
     validate,
 )
 from gt_config._field_types import field_hints
-from gt_config._field_values import BOUNDS
 from gt_config._rules import RULES
 from gt_config._subject import leaf_paths
 from gt_config.topology import TOPOLOGY_FLAGS
-from gt_config.validate import _FLAG
+from gt_config.validate import _FLAG, BOUNDS
 
 # ---- the whole ---------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gt_autoparallel.apply import apply_plan, placed_model
-from gt_autoparallel.apply.execution_order import execution_order
+from gt_autoparallel.apply.local_program import execution_order
 from gt_autoparallel.errors import PlacementError, PlacementInputError, PlanMismatchError
 from gt_autoparallel.graph.capture import capture_placement_graph
 from gt_autoparallel.graph.layouts import MeshShape, short_text

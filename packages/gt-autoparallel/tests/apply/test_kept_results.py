@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
 
-from gt_autoparallel.apply.kept_results import KeptResults
+from gt_autoparallel.apply.placed_experts import KeptResults
 
 
 @pytest.fixture

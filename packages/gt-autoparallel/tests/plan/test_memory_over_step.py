@@ -7,9 +7,8 @@ from plan_doubles import FSDP, S0, TENSOR_PARALLEL, plan_by_hand
 from planned_models import MESH, Stack, example, model, plan
 
 from gt_autoparallel.find import PlacementRequest, find_placement
-from gt_autoparallel.plan.memory_over_step import memory_over_step
 from gt_autoparallel.plan.report import plan_report
-from gt_autoparallel.plan.report_page import report_page
+from gt_autoparallel.plan.report_page import memory_over_step, report_page
 from gt_autoparallel.problem.constraints import Constraints
 
 

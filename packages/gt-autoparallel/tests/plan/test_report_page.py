@@ -11,10 +11,9 @@ import pytest
 from plan_doubles import DDP, FSDP, TENSOR_PARALLEL, P, plan_by_hand
 
 from gt_autoparallel.plan.numbers_as_text import size_text
-from gt_autoparallel.plan.page_style import STYLE
 from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.plan.report import plan_report
-from gt_autoparallel.plan.report_page import report_page, write_report_page
+from gt_autoparallel.plan.report_page import STYLE, report_page, write_report_page
 from gt_autoparallel.problem.constraints import ResolvedRequest
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from gt_autoparallel.errors import PlanMismatchError
-from gt_autoparallel.plan.typed_fields import of_fields
+from gt_autoparallel.plan.plan_encoding import of_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,8 @@ from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.planner import Planner
 from gt_autoparallel.prices.memory import MemoryBreakdown
 from gt_autoparallel.prices.recomputability import recomputable_nodes
-from gt_autoparallel.problem.alike_layers import crossing_nodes
 from gt_autoparallel.problem.constraints import Constraints, ResolvedRequest, resolve_constraints
-from gt_autoparallel.problem.problem_of_graph import PlacementProblem
+from gt_autoparallel.problem.problem_of_graph import PlacementProblem, crossing_nodes
 from gt_autoparallel.problem.requested_memory import requested_memory
 from gt_autoparallel.solver import (
     MemoryBudgetError,

@@ -9,13 +9,15 @@ are in its ``preflight``). What has been judged is trusted afterwards.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
+from typing import Any, Literal, get_args, get_origin
 
-from gt_config._field_values import check_field_values
+from gt_config._field_types import describe_hint, field_hints, matches_hint
 from gt_config._rules import RULES
 from gt_config._rules.names import NAME_RULES
-from gt_config._subject import Subject
+from gt_config._subject import Subject, flag_of, value_at
 from gt_config.compile_config import CompileConfig
 from gt_config.errors import ConfigError, Violation
 from gt_config.topology import Topology
@@ -118,3 +120,109 @@ def _sound(paths: Collection[str], unsound: Collection[str]) -> bool:
     return not any(
         path == wrong or path.startswith(f"{wrong}.") for path in paths for wrong in unsound
     )
+
+
+# Rules about one field alone: its type, its literal values, its bounds.
+#
+# They run first; a rule about several fields is then left out where one of them is already known
+# to be wrong, so that one mistake is reported once.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldBound:
+    """Which numbers of the right type a field accepts."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+def _at_least(limit: int) -> FieldBound:
+    return FieldBound(holds=lambda value: value >= limit, words=f"{limit} or more")
+
+
+_POSITIVE = FieldBound(
+    # The upper limit keeps sizes in bytes within what numbers of any type can count.
+    holds=lambda value: 0 < value <= 1e9,
+    words="a number above 0, at most 1e9",
+)
+_POSITIVE_OR_NONE = FieldBound(
+    holds=lambda value: value is None or _POSITIVE.holds(value),
+    words=f"None, or {_POSITIVE.words}",
+)
+
+BOUNDS: dict[str, FieldBound] = {
+    "config.artifacts_max_gib": _POSITIVE,
+    "config.autoparallel_solver.memory_budget_gib": _POSITIVE_OR_NONE,
+    "config.autoparallel_solver.time_limit_seconds": _POSITIVE,
+    "config.autoparallel_solver.relative_gap": FieldBound(
+        holds=lambda value: 0 <= value < 1, words="from 0 up to, but not including, 1"
+    ),
+    "config.fsdp_bucket_cap_mib": _POSITIVE_OR_NONE,
+    "config.offload_host_gib": _POSITIVE_OR_NONE,
+    "config.pipeline_gathered_gib": _POSITIVE_OR_NONE,
+    "config.pipeline_deferred_weights": _POSITIVE_OR_NONE,
+    "config.offload_prefetch_layers": _at_least(0),
+    "config.offload_defer_layers": _at_least(0),
+    "config.prefetch_layers": _at_least(0),
+    "config.ep_overlap.num_chunks": _at_least(2),
+    "topology.world": _at_least(1),
+    "topology.dp_replicate": _at_least(1),
+    "topology.dp_shard": _at_least(1),
+    "topology.cp": _at_least(1),
+    "topology.tp": _at_least(1),
+    "topology.ep": _at_least(1),
+    "topology.pp": _at_least(1),
+    "topology.batch_size": _at_least(1),
+    "topology.microbatch_size": _at_least(1),
+    "topology.seq_len": _at_least(1),
+    "topology.gradient_accumulation_steps": _at_least(1),
+}
+"""Every numeric field has an entry; a test holds this to it."""
+
+
+def check_field_values(subject: Subject) -> Iterator[tuple[str, Violation]]:
+    """Each field whose value is wrong on its own, as (path, violation)."""
+    yield from _check_fields(subject, CompileConfig, "config")
+    yield from _check_fields(subject, Topology, "topology")
+
+
+def _check_fields(subject: Subject, cls: type, prefix: str) -> Iterator[tuple[str, Violation]]:
+    hints = field_hints(cls)
+    for field in fields(cls):
+        path = f"{prefix}.{field.name}"
+        hint = hints[field.name]
+        value = value_at(subject, path)
+        if not (is_dataclass(hint) and isinstance(hint, type)):
+            violation = _check_value(path, value, hint)
+            if violation is not None:
+                yield path, violation
+        elif isinstance(value, hint):
+            yield from _check_fields(subject, hint, path)
+        else:
+            yield (
+                path,
+                Violation(
+                    flag=flag_of(path),
+                    value=value,
+                    allowed=f"an instance of {hint.__name__}",
+                    fix=f"build it with gt_config.{hint.__name__}(...)",
+                ),
+            )
+
+
+def _check_value(path: str, value: object, hint: Any) -> Violation | None:
+    if not matches_hint(value, hint):
+        allowed = describe_hint(hint)
+        fix = _nearest(value, hint) or f"give {allowed}"
+        return Violation(flag=flag_of(path), value=value, allowed=allowed, fix=fix)
+    bound = BOUNDS.get(path)
+    if bound is None or bound.holds(value):
+        return None
+    return Violation(
+        flag=flag_of(path), value=value, allowed=bound.words, fix=f"give {bound.words}"
+    )
+
+
+def _nearest(value: object, hint: Any) -> str | None:
+    if get_origin(hint) is not Literal or not isinstance(value, str):
+        return None
+    near = get_close_matches(value, [str(choice) for choice in get_args(hint)], n=1)
+    return f"did you mean {near[0]!r}?" if near else None

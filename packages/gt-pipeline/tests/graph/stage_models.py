@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gt_pipeline.graph import StageCapture, StageGraphs
-from gt_pipeline.graph.recomposition import recompose
+from gt_pipeline.graph.stage_cut import recompose
 from gt_pipeline.runner import ActivationSignature
 
 WIDTH = 8

@@ -24,7 +24,7 @@ from stage_models import (
 from torch import Tensor, nn
 
 from gt_pipeline.graph import StageGraphs, capture_stage, cut_stage
-from gt_pipeline.graph.recomposition import find_recomposition_problems
+from gt_pipeline.graph.stage_cut import find_recomposition_problems
 from gt_pipeline.runner import MicrobatchInputs
 
 pieces = st.lists(

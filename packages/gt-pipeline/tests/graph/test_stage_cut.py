@@ -19,7 +19,7 @@ from gt_pipeline.graph import (
     capture_stage,
     cut_stage,
 )
-from gt_pipeline.graph.recomposition import find_recomposition_problems
+from gt_pipeline.graph.stage_cut import find_recomposition_problems
 from gt_pipeline.runner import ActivationSignature, MicrobatchInputs
 from gt_trace import collective_counts
 from gt_trace.fsdp import MixedPrecision, shard

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from launched_cases import gathers_within, log_named, log_replicas
 
-from gt_pipeline.runner.reduction_points import reduction_points
+from gt_pipeline.runner.step_program import reduction_points
 from gt_pipeline.schedules.actions import parse_action
 from gt_trace.testing import GlooWorkers
 

@@ -6,7 +6,7 @@ from expecttest import assert_expected_inline
 from schedule_cases import schedule_of_text
 
 from gt_pipeline.schedules.actions import parse_action
-from gt_pipeline.schedules.lowered_checks import lowered_problems
+from gt_pipeline.schedules.lowering import lowered_problems
 from gt_pipeline.schedules.schedule import LoweredSchedule
 
 _SCHEDULE = schedule_of_text("0F0 0B0", "1F0 1B0", stage_to_rank=(0, 1))

@@ -17,7 +17,7 @@ from schedule_cases import (
 from gt_pipeline.errors import ScheduleError
 from gt_pipeline.schedules import Action, ActionCosts, Schedule, lower, simulate
 from gt_pipeline.schedules.actions import parse_action
-from gt_pipeline.schedules.lowered_checks import lowered_problems
+from gt_pipeline.schedules.lowering import lowered_problems
 from gt_pipeline.schedules.schedule import forward_only
 
 _costs = st.builds(

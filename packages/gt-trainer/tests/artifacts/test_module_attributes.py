@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from gt_trainer.artifacts.module_attributes import attribute_texts
+from gt_trainer.artifacts.run_identity import attribute_texts
 
 
 class Slotted:

@@ -16,7 +16,7 @@ from gt_trainer.planning.model_counts import (
     ModelCounts,
     PipelineLayout,
 )
-from gt_trainer.planning.pipeline_layouts import PipelineLayouts
+from gt_trainer.planning.planner import PipelineLayouts
 from gt_trainer.planning.run_recipe import RunRecipe
 from gt_trainer.planning.search import Bounded
 from gt_trainer.planning.step_bounds import ProductTimes, step_bound

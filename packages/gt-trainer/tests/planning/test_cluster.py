@@ -9,7 +9,7 @@ from gt_trainer.planning.cluster import (
     parse_cluster,
     shipped_clusters,
 )
-from gt_trainer.planning.goodput import LLAMA3_FAILURES_PER_GPU_DAY
+from gt_trainer.planning.plan_answer import LLAMA3_FAILURES_PER_GPU_DAY
 
 
 def test_ships_four_clusters_whose_figures_all_have_a_source():

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from gt_trainer.planning.goodput import (
+from gt_trainer.planning.plan_answer import (
     LLAMA3_FAILURES_PER_GPU_DAY,
     goodput,
     optimal_interval_seconds,

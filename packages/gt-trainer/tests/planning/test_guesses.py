@@ -25,7 +25,7 @@ from gt_trainer.planning.guesses import (
     most_in_flight,
     order,
 )
-from gt_trainer.planning.pipeline_layouts import PipelineLayouts
+from gt_trainer.planning.planner import PipelineLayouts
 from gt_trainer.planning.run_recipe import RunRecipe
 from gt_trainer.planning.step_bounds import step_bound
 

@@ -6,7 +6,7 @@ import re
 
 from planning.outcomes import scaling
 
-from gt_trainer.planning.scaling_chart import scaling_chart
+from gt_trainer.planning.plan_page import scaling_chart
 
 
 def test_what_is_simulated_stands_below_its_bound_and_what_is_missing_is_said():

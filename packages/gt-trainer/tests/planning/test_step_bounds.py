@@ -7,7 +7,7 @@ import pytest
 from gt_passes.simulation import h100_sxm
 from gt_passes.simulation.collective_model import CollectiveModel
 from gt_trainer.planning.model_counts import LayerCounts, ModelCounts
-from gt_trainer.planning.pipeline_layouts import PipelineLayouts
+from gt_trainer.planning.planner import PipelineLayouts
 from gt_trainer.planning.run_recipe import RunRecipe
 from gt_trainer.planning.step_bounds import exchange_us, ring_us, step_bound
 

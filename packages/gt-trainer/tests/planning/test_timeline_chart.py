@@ -2,7 +2,7 @@
 
 from planning.outcomes import timeline
 
-from gt_trainer.planning.timeline_chart import timeline_chart
+from gt_trainer.planning.plan_page import timeline_chart
 
 
 def test_a_row_has_a_path_for_each_kind_at_its_place():

@@ -7,8 +7,7 @@ import pytest
 from gt_trainer.models.llama3 import llama3_debugmodel
 from gt_trainer.planning.candidates import NoRecipeError
 from gt_trainer.planning.cluster import load_cluster
-from gt_trainer.planning.plan_run import PlanQuestion, make_plan
-from gt_trainer.planning.unplanned_flags import UNPLANNED, check_plannable
+from gt_trainer.planning.plan_run import UNPLANNED, PlanQuestion, check_plannable, make_plan
 
 
 def _with(config, flag, value):

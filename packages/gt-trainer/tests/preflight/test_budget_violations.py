@@ -55,6 +55,6 @@ def test_frozen_parameters_have_no_gradients(least_gib, tmp_path, monkeypatch):
     def frozen(config):
         return model_on_meta(config).requires_grad_(requires_grad=False)
 
-    monkeypatch.setattr("gt_trainer.preflight.budget_violations.model_on_meta", frozen)
+    monkeypatch.setattr("gt_trainer.preflight.preflight.model_on_meta", frozen)
     check_configuration(configuration(tmp_path, 0.76 * least_gib), NUM_RANKS)
     assert "is 0.0" in refusal(configuration(tmp_path, 0.74 * least_gib), NUM_RANKS)

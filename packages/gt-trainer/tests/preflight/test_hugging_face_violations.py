@@ -7,7 +7,7 @@ import dataclasses
 from gt_config import ConfigError, Topology
 from gt_trainer.models import llama3
 from gt_trainer.models.hugging_face.causal_model import CausalModel
-from gt_trainer.preflight.hugging_face_violations import hugging_face_violations
+from gt_trainer.preflight.preflight import hugging_face_violations
 from gt_trainer.quantization.quantization_options import QuantizationConfig
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from refused_configurations import changed, refusal
 
 from gt_trainer.models.llama3 import llama3_debugmodel
-from gt_trainer.preflight.model_name_violations import model_name_violations
+from gt_trainer.preflight.preflight import model_name_violations
 
 
 def test_patterns_of_no_parameter_and_parameters_of_no_pattern_are_refused(tmp_path):

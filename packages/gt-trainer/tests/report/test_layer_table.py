@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from gt_trainer.report.layer_table import before_and_after_table, layer_table
+from gt_trainer.report.page import before_and_after_table, layer_table
 
 LAYER = {"forward": 30, "backward": 60, "collectives": 10}
 COUNTS = {

@@ -6,7 +6,7 @@ import math
 import re
 from xml.etree import ElementTree
 
-from gt_trainer.report.line_chart import Point, _thinned, line_chart
+from gt_trainer.report.page import Point, _thinned, line_chart
 
 
 def drawn(points: list[Point], **options: object) -> ElementTree.Element:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from gt_autoparallel._torch_internals import has_gradient_hooks
 from gt_autoparallel.apply.local_program import RunNode, local_program
@@ -17,11 +19,11 @@ from gt_autoparallel.apply.placed_forward import (
     hooks_of_model,
 )
 from gt_autoparallel.apply.placed_inputs import InputReader
-from gt_autoparallel.apply.placed_tensors import place_parameters
 from gt_autoparallel.apply.rank_mesh import RankMesh
 from gt_autoparallel.argument_checks import check_arguments, kind_problem
 from gt_autoparallel.errors import PlanMismatchError
 from gt_autoparallel.graph.experts import ExpertBlock, expert_problems
+from gt_autoparallel.graph.layouts import Layout, replicated
 from gt_autoparallel.graph.placement_graph import ModelInterface
 from gt_autoparallel.plan.model_signature import model_differences
 from gt_autoparallel.plan.placement_plan import PlacementPlan, plan_problem
@@ -214,3 +216,54 @@ def _mesh_of_axes(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh:
     group = dist.new_group(ranks, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)  # this rank is in it
     return DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("experts",))
+
+
+# Parameters of a model as DTensors with planned placements, under their names and ties.
+def place_parameters(
+    model: nn.Module, layouts: Mapping[str, Layout], mesh: DeviceMesh, rank: RankMesh
+) -> None:
+    """Let ``model`` hold its parameters as DTensors.
+
+    A parameter with values keeps them: each rank cuts its own shard, so that ranks must hold equal
+    values. One on the meta device stays there, for ``to_empty`` and the model's own initializer.
+    A parameter that is reached by several names stays one; attributes that were set on it stay.
+    Parameters that ``layouts`` does not name are replicated.
+    """
+    placed: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    """Old and new parameter, by the identity of either: it may be reached by another name."""
+
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in placed:
+                name = f"{prefix}.{key}" if prefix else key
+                stored = _placed(parameter, layouts.get(name), mesh, rank)
+                # Both are held, so that no other object gets their identity meanwhile.
+                placed[id(parameter)] = placed[id(stored)] = (parameter, stored)
+            module._parameters[key] = placed[id(parameter)][1]
+
+
+def _placed(
+    parameter: nn.Parameter, layout: Layout | None, mesh: DeviceMesh, rank: RankMesh
+) -> nn.Parameter:
+    layout = layout or replicated(rank.shape)
+    local = parameter.detach()
+    for axis, placement in enumerate(layout):
+        if isinstance(placement, Shard):
+            length = local.shape[placement.dim] // rank.shape.sizes[axis]
+            local = local.narrow(placement.dim, rank.coordinate[axis] * length, length)
+    # A copy, so that the whole parameter can be freed.
+    local = local.clone(memory_format=torch.contiguous_format)
+    with torch.no_grad():
+        stored = DTensor.from_local(
+            local,
+            mesh,
+            layout,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    result = nn.Parameter(stored, requires_grad=parameter.requires_grad)
+    vars(result).update(vars(parameter))  # what a user wrote on it, such as ``no_weight_decay``
+    return result

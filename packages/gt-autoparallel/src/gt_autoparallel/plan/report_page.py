@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 from gt_autoparallel.argument_checks import check_arguments, path_problem
+from gt_autoparallel.graph.layer_names import window_name
+from gt_autoparallel.graph.layer_turns import computing_nodes
 from gt_autoparallel.graph.layouts import MeshShape, short_text
-from gt_autoparallel.plan.memory_over_step import MemoryAt, memory_over_step
 from gt_autoparallel.plan.numbers_as_text import size_text, us_text
-from gt_autoparallel.plan.page_style import STYLE
 from gt_autoparallel.plan.placement_plan import PlacementPlan, plan_problem
 from gt_autoparallel.plan.plan_picture import (
     DrawnLayer,
@@ -27,6 +28,7 @@ from gt_autoparallel.plan.plan_picture import (
 )
 from gt_autoparallel.plan.report import PlanReport, ReportTable, plan_report
 from gt_autoparallel.plan.tensor_drawing import tensor_drawing
+from gt_autoparallel.prices.layer_memory import layer_memory
 
 _KEY = (
     ("held", "what rank 0 holds"),
@@ -294,3 +296,136 @@ def _class(cell: str, is_number: bool) -> str:
     if cell.startswith("S("):
         return ' class="shard"'
     return ' class="partial"' if cell.startswith("P(") else ""
+
+
+# How the page of a plan looks; colours are those of the timelines of pipelines.
+STYLE = """
+:root { color-scheme: light dark; --line: #8886 }
+body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px;
+  padding: 0 1rem }
+h1 { font-size: 1.4rem } h2 { margin: 2rem 0 .4rem; font-size: 1.1rem }
+h3 { margin: 0 0 .6rem; font-size: 1rem }
+dl { display: flex; flex-wrap: wrap; gap: .6rem } dd { margin: 0; font-weight: 600 }
+dl div { border: 1px solid var(--line); border-radius: 6px; padding: .4rem .8rem }
+dt, .words, .times, p.note { opacity: .75 }
+.key { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem } .key i { display: inline-block;
+  width: 1em; height: 1em; margin-right: .4em; vertical-align: -.1em }
+.row { display: grid; grid-template-columns: 15rem 1fr 20rem; gap: .2rem 1rem; align-items: center;
+  padding: .25rem 0; border-bottom: 1px solid #8883; overflow-wrap: anywhere }
+.bar { display: flex; height: .8rem; margin: 1px 0 } .bar i { display: block }
+.bar.memory { height: 1.6rem; border: 1px solid var(--line) }
+i.held { background: #3b7dd8 } i.sum { background: #e08a2b } i.compute { background: #3a9d5d }
+i.hidden { background: #9b5fc0 } i.exposed { background: #d0453e }
+i.parameters { background: #3b7dd8 } i.gradients { background: #b8437f }
+i.optimizer_state { background: #2aa3a3 } i.saved_activations { background: #d9b93b }
+i.recomputed { background: #6b5bd2 } i.loss { background: #e59aa5 }
+i.gathered_ahead { background: #7a8794 } i.in_flight { background: #a6553a }
+.step { display: flex; align-items: flex-end; height: 9rem; border-bottom: 1px solid var(--line) }
+.step div { flex: 1; height: 100%; display: flex; flex-direction: column-reverse }
+.step i { display: block }
+article { border: 1px solid var(--line); border-radius: 6px; padding: .8rem; margin: .8rem 0 }
+.tensor-row { display: flex; flex-wrap: wrap; gap: .4rem 1rem; align-items: center;
+  padding: .4rem 0; border-top: 1px solid #8883 }
+.tensor-row .name { flex: 1 1 16rem; overflow-wrap: anywhere } .ways { flex: 2 1 20rem }
+.tensor-row .why[open] { flex-basis: 100%; order: 1 }
+.way { display: flex; gap: .8rem; align-items: center; margin: .2rem 0 }
+.way span { flex: 1; text-align: right; font-size: .9em; overflow-wrap: anywhere }
+.shards, .arrow { flex: none }
+summary { cursor: pointer; padding: .2rem 0 } pre { overflow-x: auto; margin: .3rem 0 }
+.wide { overflow-x: auto } table { border-collapse: collapse }
+td, th { padding: .2rem .8rem; text-align: left; border-bottom: 1px solid #8883 }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
+td.shard { background: #3b7dd833 } td.partial { background: #e08a2b33 }
+@media (max-width: 700px) { .row { grid-template-columns: 1fr } body { margin: 1rem auto } }
+""".strip()
+
+
+# What a rank's memory holds while a step runs: for each layer forward and backward, by kind.
+#
+# As a plan counts it (``prices.memory``): what a layer saves is there from its forward to the
+# end of its backward, what it computes again and what is gathered ahead during its backward,
+# what the loss takes between the two, and everything else all the time; a layer's gradients from
+# its backward on, and those of microbatches before. What is in flight when they are reduced is
+# not drawn.
+_FORWARD, _BACKWARD = " forward", " backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryAt:
+    """Bytes of a rank at the end of a forward window, or at the beginning of a backward one."""
+
+    window: str
+    """``"layers.3 forward"``: as ``PlannedWindow.name``; or ``"loss"``."""
+
+    parts: Mapping[str, int]
+    """By kind, as ``MemoryBreakdown.parts``."""
+
+    @property
+    def total(self) -> int:
+        """Sum of all kinds."""
+        return sum(self.parts.values())
+
+
+def memory_over_step(plan: PlacementPlan) -> tuple[MemoryAt, ...]:
+    """The windows of forward and backward in the order in which they run.
+
+    Of layers that run more than once, as they begin in the forward and end in the backward.
+    """
+    of_layers = layer_memory(
+        plan.graph,
+        plan.options,
+        plan.mesh,
+        recomputed=plan.recomputed,
+        microbatches=plan.request.microbatches,
+    )
+    saved = 0
+    found = []
+    forward, backward = _windows_in_order(plan)
+    for window in forward:
+        saved += of_layers.saved.get(window.removesuffix(_FORWARD), 0)
+        found.append(_at(window, plan.memory.at_loss, saved))
+    if plan.memory.loss:
+        found.append(_at("loss", plan.memory.at_loss, saved, loss=plan.memory.loss))
+    to_come = sum(of_layers.gradients.values())
+    for window in backward:
+        layer = window.removesuffix(_BACKWARD)
+        to_come -= of_layers.gradients.get(layer, 0)
+        again, ahead = (of.get(layer, 0) for of in (of_layers.again, of_layers.ahead))
+        gradients = plan.memory.gradients - to_come
+        moment = {**plan.memory.in_backward, "gradients": gradients}
+        found.append(_at(window, moment, saved, recomputed=again, ahead=ahead))
+        saved -= of_layers.saved.get(layer, 0)
+    return tuple(found)
+
+
+def _windows_in_order(plan: PlacementPlan) -> tuple[list[str], list[str]]:
+    """Names of windows of the forward and of the backward; what computes nothing stands first."""
+    place: dict[str, int] = {}
+    computing = computing_nodes(plan.graph)
+    for node in reversed(computing["forward"]):
+        place[window_name(node)] = node.index
+    for node in computing["backward"]:
+        place[window_name(node)] = node.index
+    names = sorted((window.name for window in plan.windows), key=lambda name: place.get(name, 0))
+    return (
+        [name for name in names if name.endswith(_FORWARD)],
+        [name for name in names if name.endswith(_BACKWARD)],
+    )
+
+
+def _at(
+    window: str,
+    moment: Mapping[str, int],
+    saved: int,
+    *,
+    loss: int = 0,
+    recomputed: int = 0,
+    ahead: int = 0,
+) -> MemoryAt:
+    """What there is all the time, as at a ``moment`` of the plan, with what comes and goes."""
+    passing = {"loss": loss, "recomputed": recomputed, "gathered ahead": ahead}
+    parts = {**moment, "saved activations": saved, **passing}
+    always = ("parameters", "optimizer state", "saved activations")
+    return MemoryAt(
+        window=window, parts={kind: size for kind, size in parts.items() if size or kind in always}
+    )

@@ -17,23 +17,27 @@ stage and is memory of its state: whoever gets it may keep it for longer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
-from torch.fx import GraphModule, Node
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
 
 from gt_config.node_keys import FsdpCollectiveAnnotation, PipelineAction, PipelineAnnotation
 from gt_passes import Verifier
 from gt_passes.analysis.aliasing import AliasClasses
+from gt_passes.analysis.collectives import is_wait
+from gt_passes.analysis.graph_scan import GraphScanner
 from gt_passes.analysis.operator_effects import is_only_a_view
+from gt_passes.analysis.written_memory import Memory, memories_written
+from gt_passes.graph_problem import GraphProblem
+from gt_passes.verifier.dataflow.check_dataflow import Dataflow
 from gt_pipeline.errors import StageCutError, StageGraphError
-from gt_pipeline.graph.action_graph import ActionGraph, extract
-from gt_pipeline.graph.action_parts import assign_parts
-from gt_pipeline.graph.recomposition import find_recomposition_problems
+from gt_pipeline.graph.action_graph import ActionGraph, append_graph, extract
+from gt_pipeline.graph.action_parts import PARTS, assign_parts
 from gt_pipeline.graph.slots import STATIC_KINDS, Slot, SlotKind
 from gt_pipeline.graph.stage_capture import StageCapture
 from gt_pipeline.graph.stage_graphs import StageGraphs
-from gt_pipeline.graph.written_state import find_state_problems
 from gt_trace import read_annotation, write_annotation
 
 
@@ -331,3 +335,118 @@ def _cannot_be_cut(capture: StageCapture) -> str:
 
 def _subject(capture: StageCapture) -> str:
     return f"stage {capture.stage_index} of {capture.num_stages}"
+
+
+# A stage's actions put together again: the proof that a cut lost nothing.
+#
+# The graphs of UNSHARD, FORWARD, the backward (whole, or dI and dW) and REDUCE_GRAD, one after
+# the other, must compute what the joint graph computes. That is proven from their dataflow,
+# without running them; tests run them too, and compare bits.
+def recompose(graphs: StageGraphs, *, split_backward: bool = False) -> GraphModule:
+    """The graphs of a stage put together again: a graph that takes and gives what the joint does.
+
+    With ``split_backward``, dI and dW stand for the backward, instead of the whole one.
+    """
+    backward = (
+        (graphs.backward_input, graphs.backward_weight)
+        if split_backward
+        else (graphs.full_backward,)
+    )
+    graph = Graph()
+    made: dict[Slot, Node] = {}
+    joint = graphs.capture.traced.graph_module.graph.find_nodes(op="placeholder")
+    for slot, node in zip(graphs.capture.inputs, joint, strict=True):
+        made[slot] = graph.placeholder(node.name)
+        made[slot].meta = dict(node.meta)
+    attributes = nn.Module()
+    for action in (graphs.unshard, graphs.forward, *backward, graphs.reduce_grad):
+        if action is not None:
+            append_graph(graph, attributes, action, made)
+    results = [
+        None if slot is None else made[slot if slot in made else _unreduced(slot)]
+        for slot in graphs.capture.results
+    ]
+    graph.output(tuple(results))
+    return GraphModule(attributes, graph)
+
+
+def find_recomposition_problems(graphs: StageGraphs) -> Iterator[GraphProblem]:
+    """Yield a problem for each result of the joint graph that the actions compute differently.
+
+    Proven by the dataflow of both, without running them.
+    """
+    joint = Dataflow.of(graphs.capture.traced.graph_module)
+    for split_backward in (False, True) if graphs.full_backward is not None else (False,):
+        together = recompose(graphs, split_backward=split_backward)
+        yield from joint.find_differences(Dataflow.of(together, table=joint.table))
+
+
+def _unreduced(slot: Slot) -> Slot:
+    """The slot of a gradient that nothing reduces: the accumulated one is the gradient."""
+    return Slot(kind="unsharded_gradient", name=slot.name, leaf=slot.leaf)
+
+
+# Writes to memory that several actions or microbatches share, and which of them order would
+# break.
+#
+# Eager training runs the forward and backward of one microbatch before the next; a pipeline does
+# not. A forward that updates a buffer is fine, since forwards keep their order. What else is
+# written and shared is refused.
+def find_state_problems(
+    graph_module: GraphModule,
+    *,
+    slots: Mapping[Node, Slot],
+    parts: Mapping[Node, PipelineAction],
+    outputs: Collection[Node],
+) -> Iterator[str]:
+    """Yield a sentence for each write of a joint graph that a pipeline cannot keep in order.
+
+    ``slots`` are of its placeholders, ``parts`` of all other nodes; ``outputs`` leave the stage in
+    its forward.
+    """
+    for memory in memories_written(GraphScanner().scan(graph_module)):
+        yield from _problems(memory, slots, parts, outputs)
+
+
+def _problems(
+    memory: Memory,
+    slots: Mapping[Node, Slot],
+    parts: Mapping[Node, PipelineAction],
+    outputs: Collection[Node],
+) -> Iterator[str]:
+    writers = [writer for writer in memory.writers if not is_wait(writer)]
+    if not writers:
+        return
+    where = f"{writers[0].name} ({writers[0].target})"
+    given = [slots[member] for member in memory.members if member in slots]
+    for slot in given:
+        if slot.kind in ("argument", "output_gradient"):
+            yield f"{where} writes to {slot}, which belongs to another stage: write to a copy"
+        elif slot.kind == "parameter":
+            yield f"{where} writes to {slot}, which all microbatches read: write to a copy"
+    unsharded = any(parts.get(member) == "UNSHARD" for member in memory.members)
+    if unsharded and any(parts[writer] != "UNSHARD" for writer in writers):
+        yield f"{where} writes to a gathered parameter, which all microbatches read"
+    backward = [writer for writer in writers if parts[writer] not in ("UNSHARD", "FORWARD")]
+    if not backward:
+        return
+    where = f"{backward[0].name} ({backward[0].target})"
+    if any(member in outputs for member in memory.members):
+        yield f"{where} writes in the backward to what the forward gave to the stage after"
+    touching = {
+        parts[node]
+        for member in memory.members
+        for node in (member, *member.users)
+        if node in parts and not is_only_a_view(node)
+    }
+    if len(touching) > 1:
+        yield from (
+            f"{where} writes to {slot} in the backward, and {_named(touching)} touch it too: the "
+            "order of microbatches would decide what they find"
+            for slot in given
+            if slot.kind == "buffer"
+        )
+
+
+def _named(parts: Collection[PipelineAction]) -> str:
+    return ", ".join(sorted(parts, key=PARTS.index))

@@ -8,6 +8,7 @@ in order. Each reads and writes the lists of `_Mailbox`, which has one place for
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gt_pipeline.errors import StageOutputError
-from gt_pipeline.runner.reduction_points import reduction_points
 from gt_pipeline.runner.send_lifetimes import sends_done_after
 from gt_pipeline.runner.stage_protocol import (
     ActivationSignature,
@@ -394,3 +394,38 @@ def _with_gradient(signatures: Sequence[ActivationSignature]) -> tuple[Activatio
 def _microbatch(action: Action) -> int:
     assert action.microbatch is not None
     return action.microbatch
+
+
+# Where a reduction that was launched goes on, read off a rank's list.
+#
+# A reduction over replicas needs what the reduction over shards made. Waiting for the first right
+# behind its launch would stall the rank; leaving both to the end of the step would hide only the
+# first. So the parts are spread evenly over what the rank still computes; the last is waited for at
+# the end::
+#
+#     0REDUCE_GRAD  1I2  1I3  1W0  1W1  1W2  1W3  end of the step
+#     reduce-scatter          wait, all-reduce    wait
+def reduction_points(
+    actions: Sequence[Action], num_parts: Mapping[int, int]
+) -> dict[int, tuple[int, ...]]:
+    """Stages whose reduction goes on behind an action, by the action's place in the list.
+
+    Args:
+        actions: of one rank.
+        num_parts: of each stage's reduction, its launch included.
+    """
+    points: dict[int, tuple[int, ...]] = {}
+    for place, action in enumerate(actions):
+        if action.kind != "REDUCE_GRAD":
+            continue
+        following = [later for later in range(place + 1, len(actions)) if _computes(actions[later])]
+        num_waits = num_parts.get(action.stage, 1) - 1
+        for wait in range(1, num_waits if following else 0):
+            later = following[math.ceil(len(following) * wait / num_waits) - 1]
+            points[later] = (*points.get(later, ()), action.stage)
+    return points
+
+
+def _computes(action: Action) -> bool:
+    """Whether it takes time: nobody waits for gradients of the first stage's inputs."""
+    return action.is_compute and (action.kind, action.stage) != ("BACKWARD_INPUT", 0)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from enum import Enum
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType
+from pathlib import PurePath
+from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
 import numpy as np
@@ -25,13 +27,8 @@ from torch.distributed.tensor import DTensor, Placement
 
 from gt_config.errors import FingerprintTypeError
 from gt_trace.capture.code_digest import code_digest
-from gt_trainer._torch_internals import OpOverload
-from gt_trainer.artifacts.whole_values import (
-    array_text,
-    attributes_of,
-    contents_text,
-    printed_value,
-)
+from gt_trace.capture.subclass_layout import flatten_tensor
+from gt_trainer._torch_internals import FakeTensor, OpOverload
 
 _SCALARS = (str, int, float, bool, type(None))
 _AS_TEXT = (torch.dtype, torch.layout, torch.memory_format, Placement, OpOverload)
@@ -294,3 +291,71 @@ def _sizes(sizes: Sequence[int | torch.SymInt]) -> str:
 
 def _name(named: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
+
+
+# What a value holds that has no attributes to look into, so that two that differ look different.
+#
+# A number that a forward multiplies by may be of NumPy, or a tensor that is no part of the
+# model's state: a graph holds it as a constant. Such values are told by all that they hold.
+_BASES = (str, bytes, bytearray, int, float, complex)
+"""Of which there are subclasses: a base's text has the whole value, whatever a subclass prints."""
+
+_PRINTED_WHOLE = (range, np.generic, np.dtype, PurePath)
+
+
+def printed_value(value: object) -> str | None:
+    """Of a value whose text says all: that text. None of any other value."""
+    for base in _BASES:
+        if isinstance(value, base):
+            return base.__repr__(value)
+    return repr(value) if isinstance(value, _PRINTED_WHOLE) else None
+
+
+def array_text(array: np.ndarray[Any, Any]) -> str:
+    """One line: type of elements, sizes, and a digest of the elements, which are no objects."""
+    return f"{array.dtype}{list(array.shape)}, sha256 {hashlib.sha256(array.tobytes()).hexdigest()}"
+
+
+def contents_text(tensor: torch.Tensor) -> str | None:
+    """A digest of the values that this rank has of a tensor; None of one that has no values.
+
+    Args:
+        tensor: is copied to the host. One on meta, or of a fake mode, has no values.
+    """
+    digest = hashlib.sha256()
+    leaves, _ = flatten_tensor(tensor)
+    with torch.no_grad():
+        for leaf in leaves:
+            if leaf.device.type == "meta" or isinstance(leaf, FakeTensor):
+                return None
+            plain = leaf.dequantize() if leaf.is_quantized else leaf
+            plain = plain if plain.layout is torch.strided else plain.to_dense()
+            plain = plain.cpu().resolve_conj().resolve_neg().contiguous()
+            digest.update(f"{plain.dtype}{list(plain.shape)}".encode())
+            digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return f"sha256 {digest.hexdigest()}"
+
+
+def attributes_of(value: object) -> dict[str, object] | None:
+    """Attributes that are set, in ``__dict__`` and in slots; None if there is place for none."""
+    held = dict(_slots_of(value))
+    if hasattr(value, "__dict__"):
+        return {**held, **vars(value)}
+    has_slots = any("__slots__" in vars(base) for base in type(value).__mro__)
+    return held if has_slots else None
+
+
+def _slots_of(value: object) -> Iterator[tuple[str, object]]:
+    """By the descriptors that ``__slots__`` became: it may be one text, or an iterator at its end.
+
+    Those of base classes come first, so that what a subclass calls the same prevails.
+    """
+    for base in reversed(type(value).__mro__):
+        if "__slots__" not in vars(base):
+            continue
+        for name, member in vars(base).items():
+            if isinstance(member, MemberDescriptorType):
+                try:
+                    yield name, member.__get__(value)
+                except AttributeError:  # nothing is set there yet
+                    continue

@@ -306,8 +306,7 @@ def _lines(withdrawn: Sequence[str], description: str) -> str:
 
 def _precisions(config: GraphTrainer.Config) -> str:
     """Of a quantized model, the table of its products."""
-    from gt_trainer.quantization.precision_table import precision_lines
-    from gt_trainer.quantization.quantized_model import with_quantized_model
+    from gt_trainer.quantization.quantized_model import precision_lines, with_quantized_model
 
     spec = with_quantized_model(config).model_spec
     if spec is None:

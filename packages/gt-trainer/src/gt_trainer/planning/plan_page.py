@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from gt_trainer.dry_run.numbers_as_text import GIB
+from gt_trainer.dry_run.step_timeline import StepTimeline, TimelineRow
 from gt_trainer.planning.memory_chart import capacity_words, memory_axis, memory_chart
 from gt_trainer.planning.plan_answer import PlanAnswer, binding, ranking_changes, why_slower
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
-from gt_trainer.planning.scaling_chart import scaling_chart
-from gt_trainer.planning.timeline_chart import TIMELINE_STYLE, timeline_chart
-from gt_trainer.plot import PLOT_STYLE, Dot, linear_axis, plot, polyline
+from gt_trainer.planning.scaling_curve import ScalingPoint
+from gt_trainer.plot import PLOT_STYLE, Axis, Dot, linear_axis, plot, polyline
 
 _MOST_ROWS = 10
 
@@ -206,3 +206,113 @@ def _surely(ranked: Sequence[RecipeOutcome]) -> str:
             f"among the {len(ranked)} simulated that fit."
         )
     return "; ".join(f"{moved}: {winner.recipe} is first" for moved, winner, _ in changes) + "."
+
+
+# The scaling curve, drawn.
+_STYLES = {True: "growing", False: "fixed"}
+
+
+def scaling_chart(points: Sequence[ScalingPoint]) -> str:
+    """Tokens of each GPU over the number of GPUs: simulated, and the bounds dashed."""
+    bounded = [each for each in points if each.most_tokens_per_second_per_gpu is not None]
+    if not bounded:
+        return "<p>No size has a recipe that could fit.</p>"
+    sizes = sorted({each.num_gpus for each in points})
+    x = Axis(label="GPUs", ticks=[(size, f"{size:,}") for size in sizes], is_logarithmic=True)
+    y = linear_axis("tokens a second of each GPU", max(_most(each) for each in bounded))
+    drawn, dots = "", []
+    for grows, style in _STYLES.items():
+        mine = [each for each in bounded if each.grows is grows]
+        limits = [(each.num_gpus, _most(each)) for each in mine]
+        found = [(each, each.simulated) for each in mine if each.simulated is not None]
+        line = [(each.num_gpus, one.tokens_per_second_per_gpu) for each, one in found]
+        drawn += polyline(x, y, limits, style=f"{style} bound") + polyline(x, y, line, style=style)
+        dots += [
+            Dot(
+                x=each.num_gpus,
+                y=one.tokens_per_second_per_gpu,
+                style=style,
+                words=f"{one.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, {one.mfu:.1%} MFU: "
+                f"{one.recipe}",
+            )
+            for each, one in found
+        ]
+    missing = [
+        f"{each.num_gpus:,} ({_STYLES[each.grows]})" for each in bounded if each.simulated is None
+    ]
+    note = (
+        f" Nothing that fits was simulated in the time for: {', '.join(missing)}."
+        if missing
+        else ""
+    )
+    return (
+        "<p>Of each size the recipe that is guessed to be the fastest was simulated: that is no "
+        "search, and a better one may exist. Dashed: a bound, which no recipe can exceed in the "
+        f"simulator.{note}</p>\n"
+        '<p class="keys"><span><span class="key growing"></span>batch grows with the GPUs</span>'
+        '<span><span class="key fixed"></span>batch of the plan</span></p>\n'
+        f"{plot(x, y, drawn, title='tokens a second of each GPU by number of GPUs', dots=dots)}"
+    )
+
+
+def _most(point: ScalingPoint) -> float:
+    return point.most_tokens_per_second_per_gpu or 0.0
+
+
+# What ranks do over a step: a line for each, with bars from left to right.
+TIMELINE_STYLE = """
+.rank { display: grid; grid-template-columns: 6.5rem 1fr; gap: .5rem; font-size: .8rem;
+  line-height: 1.2; align-items: center; margin-bottom: .2rem }
+.rank svg { width: 100%; height: 1rem; background: rgb(128 128 128 / .15) }
+""".strip()
+"""What ``timeline_chart`` needs of a page's style sheet."""
+
+_COLOURS = {
+    "forward": "#3b7dd8",
+    "loss": "#c9a227",
+    "backward": "#3a9d5d",
+    "gradients of inputs": "#2aa3a3",
+    "gradients of weights": "#e08a2b",
+    "forward and backward": "#7d9bb0",
+    "other computation": "#8a8f98",
+    "communication": "#9b5fc0",
+    "optimizer": "#c0604f",
+}
+"""Of all kinds, in the order of the key."""
+
+
+def timeline_chart(timeline: StepTimeline) -> str:
+    """Draw it, with a key."""
+    kinds = {bar.kind for row in timeline.rows for bar in row.bars}
+    key = "".join(
+        f'<span><span class="key" style="background: {colour}"></span>{kind}</span> '
+        for kind, colour in _COLOURS.items()
+        if kind in kinds
+    )
+    rows = "\n".join(_row(row, timeline.end_us) for row in timeline.rows)
+    return (
+        f"<p>{escape(timeline.what)}; from 0 to {timeline.end_us / 1000:,.0f} ms.</p>\n"
+        f'<p class="keys">{key}</p>\n<div role="img" aria-label="what ranks do over the step">\n'
+        f"{rows}\n</div>"
+    )
+
+
+def _row(row: TimelineRow, end_us: float) -> str:
+    paths = "".join(
+        f'<path fill="{colour}" d="{drawn}"/>'
+        for kind, colour in _COLOURS.items()
+        if (drawn := _timeline_bars(row, kind, end_us))
+    )
+    return (
+        f'<div class="rank"><span>{escape(row.name)}</span><svg viewBox="0 0 100 1" '
+        f'preserveAspectRatio="none">{paths}</svg></div>'
+    )
+
+
+def _timeline_bars(row: TimelineRow, kind: str, end_us: float) -> str:
+    return "".join(
+        f"M{100 * bar.start_us / end_us:.2f} 0H{100 * bar.end_us / end_us:.2f}V1"
+        f"H{100 * bar.start_us / end_us:.2f}Z"
+        for bar in row.bars
+        if bar.kind == kind
+    )

@@ -11,8 +11,13 @@ A rank may trust a configuration that has passed.
 from __future__ import annotations
 
 import importlib
+import math
+import re
 from collections.abc import Iterator
+from typing import Any
 
+import torch
+from torch import nn
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.token_dispatcher import (
@@ -20,18 +25,17 @@ from torchtitan.models.common.token_dispatcher import (
     BaseEPTokenDispatcher,
 )
 
-from gt_config import ConfigError, Topology, Violation, find_violations
+from gt_config import ConfigError, SavedOpSelector, Topology, Violation, find_violations
+from gt_config.selectors import is_inside
 from gt_passes import known_passes
 from gt_trainer.decoder.expert_layers import expert_layers
 from gt_trainer.device import intended_device_type
+from gt_trainer.models.hugging_face.causal_model import CausalModel
 from gt_trainer.preflight.bitwise_violations import bitwise_violations
-from gt_trainer.preflight.budget_violations import budget_violations
 from gt_trainer.preflight.context_parallel_violations import context_parallel_violations
 from gt_trainer.preflight.export_violations import export_violations
-from gt_trainer.preflight.hugging_face_violations import hugging_face_violations
 from gt_trainer.preflight.idle_options import idle_option_violations
 from gt_trainer.preflight.machine_violations import machine_violations
-from gt_trainer.preflight.model_name_violations import model_name_violations
 from gt_trainer.preflight.option_declarations import ModelNumbers, RunNumbers
 from gt_trainer.preflight.pipeline_violations import pipeline_violations
 from gt_trainer.preflight.placement_violations import (
@@ -46,7 +50,7 @@ from gt_trainer.preflight.plain_settings import (
     settings_of,
     topology_of_settings,
 )
-from gt_trainer.preflight.plan_file_violations import plan_file_violations
+from gt_trainer.preflight.plan_file_violations import model_on_meta, plan_file_violations
 from gt_trainer.preflight.quantization_violations import (
     quantization_violations,
     torchao_violations,
@@ -54,6 +58,7 @@ from gt_trainer.preflight.quantization_violations import (
 )
 from gt_trainer.trainer import GraphTrainer
 
+# What a model of transformers' cannot be combined with, each by name.
 _LEAVE_OUT = "leave the flag out"
 
 
@@ -278,3 +283,163 @@ def _unsound_profiler(config: GraphTrainer.Config) -> Iterator[Violation]:
             f"{profiler.profiler_active} = {cycle}",
             fix=f"use {cycle}, or smaller ones",
         )
+
+
+# A memory budget that no plan can keep, found before any rank starts or anything is captured.
+#
+# However a solver places a model, its parameters, their gradients and the optimizer's state are
+# there in the backward, at best cut over all ranks. What activations take besides, only the
+# solver can say.
+_GIB = 2**30
+
+
+def budget_violations(config: GraphTrainer.Config, topology: Topology) -> Iterator[Violation]:
+    """Yield at most one violation: a budget below what the state of training takes.
+
+    Args:
+        config: of a run with which nothing else is wrong: its model is built, on meta.
+        topology: its extents.
+    """
+    gib = config.compile.autoparallel_solver.memory_budget_gib
+    if not config.compile.autoparallel or gib is None:
+        return
+    # Imported here: no other run pays for the solver.
+    from gt_autoparallel import PlacementRequest
+
+    parameters = list(model_on_meta(config).parameters())
+    state = sum(each.nbytes for each in parameters) * (
+        1 + PlacementRequest().optimizer_state_copies
+    )
+    gradients = sum(each.nbytes for each in parameters if each.requires_grad)
+    least = (state + gradients) / topology.world
+    if gib * _GIB >= least:
+        return
+    yield Violation(
+        flag="--compile.autoparallel_solver.memory_budget_gib",
+        value=gib,
+        allowed=f"at least {math.ceil(1000 * least / _GIB) / 1000:.3f} on {topology.world} ranks: "
+        "so much do parameters, gradients and optimizer state take, cut over all of them, without "
+        "any activation",
+        fix="allow more, or use more ranks",
+    )
+
+
+_ALLOWED = "with a model of transformers'"
+
+
+def hugging_face_violations(config: Any, topology: Topology) -> Iterator[Violation]:
+    """Yield what is wrong with a run of such a model; nothing for another one.
+
+    Args:
+        config: a ``GraphTrainer.Config``.
+        topology: extents of the run.
+    """
+    model = config.model_spec.model if config.model_spec is not None else None
+    if not isinstance(model, CausalModel.Config):
+        return
+    for axis, extent, reason in (
+        ("tensor_parallel", topology.tp, "it says of no weight how ranks would share it"),
+        ("context_parallel", topology.cp, "its attention is its own, and knows whole sequences"),
+        ("expert_parallel", topology.ep, "no experts of it are known"),
+        ("pipeline_parallel", topology.pp, "its forward is not cut into stages here"),
+    ):
+        if extent > 1:
+            yield Violation(
+                flag=f"--parallelism.{axis}_degree",
+                value=extent,
+                allowed=f"1 {_ALLOWED}: {reason}",
+                fix="use data_parallel_shard_degree or data_parallel_replicate_degree",
+            )
+    if config.compile.autoparallel:
+        yield Violation(
+            flag="--compile.autoparallel",
+            value=True,
+            allowed=f"False {_ALLOWED}: the solver's parts are those of torchtitan's decoders",
+            fix=_LEAVE_OUT,
+        )
+    if config.quantization:
+        yield Violation(
+            flag="--quantization",
+            value="given",
+            allowed=f"none {_ALLOWED}: its layers are none of torchtitan's, which are quantized",
+            fix=_LEAVE_OUT,
+        )
+    if config.training.seq_len > model.max_seq_len:
+        yield Violation(
+            flag="--training.seq_len",
+            value=config.training.seq_len,
+            allowed=f"at most {model.max_seq_len}, the model's max_position_embeddings",
+            fix=f"use {model.max_seq_len} or less",
+        )
+
+
+# Options that name parts of the model, and name none of this one.
+_EVERY_PARAMETER = ".*"
+_PATTERNS = "--optimizer.param_groups"
+_SAVED_OPS = "--compile.full_recompute_saved_ops"
+
+
+def model_name_violations(config: Any) -> Iterator[Violation]:
+    """Yield the names that match nothing; builds the model without memory if there are any names.
+
+    Args:
+        config: a ``GraphTrainer.Config`` that is sound otherwise.
+    """
+    patterns = [group.pattern for group in config.optimizer.param_groups]
+    saved_ops = config.compile.full_recompute_saved_ops
+    if config.model_spec is None or (patterns == [_EVERY_PARAMETER] and not saved_ops):
+        return
+    with torch.device("meta"):
+        model = config.model_spec.model.build()
+    yield from _patterns_of_no_parameter(patterns, model)
+    yield from _operators_of_no_module(saved_ops, model)
+
+
+def _patterns_of_no_parameter(patterns: list[str], model: nn.Module) -> Iterator[Violation]:
+    """Give each parameter to the first pattern that is found in its name, as torchtitan does."""
+    left = [name for name, each in model.named_parameters() if each.requires_grad]
+    for index, pattern in enumerate(patterns):
+        matched = [name for name in left if re.search(pattern, name)]
+        if not matched:
+            yield Violation(
+                flag=f"{_PATTERNS}.{index}.pattern",
+                value=pattern,
+                allowed="a pattern that is found in the name of a parameter that no pattern before "
+                f"it has: {', '.join(left[:3]) or 'none is left'}, ...",
+                fix="correct it, or drop its group",
+            )
+        left = [name for name in left if name not in matched]
+    if left:
+        yield Violation(
+            flag=f"{_PATTERNS}.{len(patterns) - 1}.pattern" if patterns else _PATTERNS,
+            value=patterns[-1] if patterns else [],
+            allowed=f"patterns that reach every parameter, and none reaches {left[0]} and "
+            f"{len(left) - 1} others",
+            fix=f"let the last pattern be {_EVERY_PARAMETER!r}",
+        )
+
+
+def _operators_of_no_module(saved_ops: tuple[str, ...], model: nn.Module) -> Iterator[Violation]:
+    modules = [name for name, _ in model.named_modules()]
+    for text in saved_ops:
+        selector = SavedOpSelector.parse(text)
+        namespace, _, name = selector.op.partition(".")
+        operator: Any = getattr(torch.ops, namespace)
+        try:
+            for part in name.split("."):
+                operator = getattr(operator, part)
+        except AttributeError:
+            yield Violation(
+                flag=_SAVED_OPS,
+                value=text,
+                allowed=f"an operator of PyTorch after '::', and there is no {selector.op}",
+                fix="correct or drop it",
+            )
+        if not any(is_inside(each, selector.module_pattern) for each in modules):
+            shown = [each for each in modules if each.startswith("layers.0.")][:3]
+            yield Violation(
+                flag=_SAVED_OPS,
+                value=text,
+                allowed=f"a pattern of module names before '::', such as {', '.join(shown)}",
+                fix="correct or drop it",
+            )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 from urllib.parse import quote
 
-from gt_trainer.plot import PLOT_STYLE
+from gt_trainer.plot import PLOT_STYLE, Axis, plot, polyline, round_ticks
 from gt_trainer.report.dump_folder import RunRecord
-from gt_trainer.report.layer_table import before_and_after_table, layer_table
-from gt_trainer.report.line_chart import Point, line_chart
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #2f6fd0; --faint: #8884 }
@@ -233,3 +232,174 @@ def _table(
         )
         lines.append("<tr>" + "".join(cells) + "</tr>")
     return '<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>"
+
+
+# A line over steps, with axes, and marks where something happened.
+_MOST_POINTS = 1000
+
+Point = tuple[float, float]
+
+
+def line_chart(
+    points: Sequence[Point], *, title: str, unit: str, marks: Sequence[float] = (), from_zero: bool
+) -> str:
+    """Draw a line.
+
+    Args:
+        points: (step, value), by step. Values that are not finite leave a gap.
+        title: what is drawn, for those who cannot see it.
+        unit: of the values, at the axis.
+        marks: steps before which a dashed line stands.
+        from_zero: whether the axis begins at 0.
+    """
+    finite = [point for point in points if math.isfinite(point[1])]
+    if not finite:
+        return f"<p>No {escape(title)} that is a number.</p>"
+    lowest = 0.0 if from_zero else min(value for _, value in finite)
+    ticks = round_ticks(lowest, max(value for _, value in finite))
+    first, last = points[0][0], max(points[-1][0], points[0][0] + 1)
+    x = Axis(label="step", ticks=[(first, f"{first:g}"), (last, f"{last:g}")])
+    y = Axis(label=unit, ticks=[(tick, f"{tick:,.6g}") for tick in ticks])
+    lines = [
+        f'<line class="restart" x1="{x.place(mark):.2f}" x2="{x.place(mark):.2f}" y1="0" '
+        f'y2="100"><title>started again before step {mark:g}</title></line>'
+        for mark in marks
+        if first <= mark <= last
+    ]
+    lines += [polyline(x, y, piece, style="line") for piece in _pieces(_thinned(points))]
+    return plot(x, y, "".join(lines), title=title)
+
+
+def _thinned(points: Sequence[Point]) -> list[Point]:
+    """At most so many: of each run of points its lowest, highest and worst, in their order."""
+    if len(points) <= _MOST_POINTS:
+        return [*points]
+    size = math.ceil(len(points) / (_MOST_POINTS // 2))
+    kept: list[Point] = []
+    for start in range(0, len(points), size):
+        some = points[start : start + size]
+        finite = [each for each in some if math.isfinite(each[1])]
+        gaps = [each for each in some if not math.isfinite(each[1])][:1]
+        ends = [min(finite, key=_value), max(finite, key=_value)] if finite else []
+        kept += sorted({*ends, *gaps})
+    return kept
+
+
+def _value(point: Point) -> float:
+    return point[1]
+
+
+def _pieces(points: Sequence[Point]) -> Iterator[list[Point]]:
+    """The line between gaps; a point alone is a short line."""
+    piece: list[Point] = []
+    for point in [*points, (math.inf, math.nan)]:
+        if math.isfinite(point[1]):
+            piece.append(point)
+        elif piece:
+            yield piece if len(piece) > 1 else [piece[0], piece[0]]
+            piece = []
+
+
+# The graph of a run by its layers, as tables: as it runs, and before and after its passes.
+KINDS = ("forward", "loss", "backward", "optimizer", "collectives", "no phase")
+"""In the order of the bars."""
+
+_WIDTH = 480
+_HEIGHT = 14
+_BYTES = " bytes"
+
+
+def layer_table(counts: Mapping[str, Mapping[str, int]]) -> str:
+    """A table with a bar for each layer; neighbours that are equal have one row.
+
+    Args:
+        counts: operators by layer and kind, in the order of the graph.
+    """
+    kinds = [kind for kind in KINDS if any(kind in each for each in counts.values())]
+    rows = [(name, counts[first]) for name, first in _alike_together(counts)]
+    largest = max((sum(each.values()) for _, each in rows), default=1) or 1
+    header = "".join(f"<th>{_swatch(kind)} {escape(kind)}</th>" for kind in kinds)
+    lines = [f"<tr><th>layer</th><th>operators</th>{header}</tr>"]
+    for name, found in rows:
+        numbers = "".join(f"<td class=number>{found.get(kind, 0):,}</td>" for kind in kinds)
+        bar = _bar([(kind, found.get(kind, 0)) for kind in kinds], largest=largest)
+        lines.append(f"<tr><td>{escape(name)}</td><td>{bar}</td>{numbers}</tr>")
+    return '<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>"
+
+
+def before_and_after_table(
+    before: Mapping[str, Mapping[str, int]], after: Mapping[str, Mapping[str, int]]
+) -> str:
+    """A table of what passes changed; neighbours that were and are equal have one row.
+
+    Args:
+        before: numbers by layer and by what they are of.
+        after: likewise.
+    """
+    layers = {name: (before.get(name, {}), after.get(name, {})) for name in (*before, *after)}
+    columns = {column: None for both in layers.values() for each in both for column in each}
+    ordered = sorted(columns, key=lambda column: column.endswith(_BYTES))
+    header = "".join(f"<th>{escape(_headed(column))}</th>" for column in ordered)
+    lines = [f"<tr><th>layer</th>{header}</tr>"]
+    for name, first in _alike_together(layers):
+        was, is_now = layers[first]
+        cells = (_change(column, was.get(column, 0), is_now.get(column, 0)) for column in ordered)
+        numbers = "".join(f"<td class=number>{cell}</td>" for cell in cells)
+        lines.append(f"<tr><td>{escape(name)}</td>{numbers}</tr>")
+    return '<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>"
+
+
+def _headed(column: str) -> str:
+    return column.removesuffix(_BYTES) + " MiB" if column.endswith(_BYTES) else column
+
+
+def _change(column: str, before: int, after: int) -> str:
+    was, is_now = (
+        f"{each / 2**20:,.2f}" if column.endswith(_BYTES) else f"{each:,}"
+        for each in (before, after)
+    )
+    return was if before == after else f"<b>{was} → {is_now}</b>"
+
+
+def _alike_together(layers: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """What rows are called, and the first layer of each; equal neighbours have one."""
+    run: list[str] = []
+    for name, found in layers.items():
+        if run and not (layers[run[0]] == found and _stem(run[0]) == _stem(name) != ""):
+            yield _named(run), run[0]
+            run = []
+        run.append(name)
+    if run:
+        yield _named(run), run[0]
+
+
+def _stem(name: str) -> str:
+    """What a numbered layer is called before its number; nothing of another."""
+    stem, _, number = name.rpartition(".")
+    return stem if number.isdigit() else ""
+
+
+def _named(run: list[str]) -> str:
+    return run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}, each"
+
+
+def _swatch(kind: str) -> str:
+    return (
+        f'<svg class="swatch" viewBox="0 0 10 10">{_part(kind, start=0, width=10, height=10)}</svg>'
+    )
+
+
+def _bar(parts: list[tuple[str, int]], *, largest: int) -> str:
+    drawn, start = [], 0.0
+    for kind, count in parts:
+        width = _WIDTH * count / largest
+        drawn.append(_part(kind, start=start, width=width, height=_HEIGHT))
+        start += width
+    return f'<svg class="bar" viewBox="0 0 {_WIDTH} {_HEIGHT}">{"".join(drawn)}</svg>'
+
+
+def _part(kind: str, *, start: float, width: float, height: int) -> str:
+    return (
+        f'<rect class="part{KINDS.index(kind)}" x="{start:.1f}" width="{width:.1f}" '
+        f'height="{height}"/>'
+    )
