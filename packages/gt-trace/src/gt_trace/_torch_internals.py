@@ -10,7 +10,7 @@ import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -323,6 +323,50 @@ def function_modes() -> tuple[str, ...]:
     )
 
 
+def kernel_settings() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """Return how to read and write settings that kernels read; public names take 20 times as long.
+
+    Some are missing before 2.15.
+    """
+    private: Any = torch._C
+    names = {
+        "deterministic algorithms": "deterministic_algorithms",
+        "filling of empty memory": "deterministic_fill_uninitialized_memory",
+        "oneDNN": "mkldnn_enabled",
+        "deterministic oneDNN": "mkldnn_deterministic",
+        "NNPACK": "nnpack_enabled",
+        "cuDNN": "cudnn_enabled",
+        "deterministic cuDNN": "cudnn_deterministic",
+        "benchmarks of cuDNN": "cudnn_benchmark",
+        "float16 sums on CPU": "cpu_allow_fp16_reduced_precision_reduction",
+        "float16 sums of cuBLAS": "cublas_allow_fp16_reduced_precision_reduction",
+        "bfloat16 sums of cuBLAS": "cublas_allow_bf16_reduced_precision_reduction",
+        "float16 accumulation of cuBLAS": "cublas_allow_fp16_accumulation",
+        "library of linear algebra": "linalg_preferred_backend",
+        "library of products": "blas_preferred_backend",
+        "engine of quantized operators": "qengine",
+    }
+    found = {
+        name: (getattr(private, f"_get_{key}"), _set_by(getattr(private, f"_set_{key}")))
+        for name, key in names.items()
+        if hasattr(private, f"_get_{key}") and hasattr(private, f"_set_{key}")
+    }
+    for library in ("mkldnn", "cuda"):
+        if library == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]  # torch's
+            continue
+        for kind in ("matmul", "conv", "rnn"):
+            found[f"float32 precision of {library} {kind}"] = (
+                functools.partial(private._get_fp32_precision_getter, library, kind),
+                functools.partial(private._set_fp32_precision_setter, library, kind),
+            )
+    return found
+
+
+def _set_by(write: Callable[..., object]) -> Callable[[Any], object]:
+    """Return a setter of one value, of which some have two parts."""
+    return lambda value: write(*value) if isinstance(value, tuple) else write(value)
+
+
 def below_autograd() -> AbstractContextManager[object]:
     """Inside, operators run without autograd although it is enabled; no public way to say so."""
     context: AbstractContextManager[object] = torch._C._AutoDispatchBelowAutograd()
@@ -356,7 +400,8 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
-_DEVICE_QUESTION = torch.ops.prim.device.default
+DEVICE_QUESTION = torch.ops.prim.device.default
+"""The operator by which PyTorch asks a fake tensor for its device."""
 
 
 def asked_device(func: Any, args: tuple[Any, ...]) -> torch.device | None:
@@ -364,7 +409,7 @@ def asked_device(func: Any, args: tuple[Any, ...]) -> torch.device | None:
 
     Autograd asks several times per operator, and dispatches the question as if it were one.
     """
-    if func is _DEVICE_QUESTION and isinstance(args[0], FakeTensor):
+    if func is DEVICE_QUESTION and isinstance(args[0], FakeTensor):
         return args[0].device
     return None
 

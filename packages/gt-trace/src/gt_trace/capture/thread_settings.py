@@ -15,22 +15,27 @@ from typing import Any
 import torch
 from torch import backends, nn
 
-from gt_trace._torch_internals import function_modes
+from gt_trace._torch_internals import function_modes, kernel_settings
 from gt_trace.capture.stack_traces import line_of_user
 from gt_trace.errors import CaptureError
 
-_SETTINGS: Mapping[str, Callable[[], object]] = MappingProxyType(
+KERNEL_SETTINGS = kernel_settings()
+"""How to read and write settings that kernels read when they run, by name."""
+
+ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
+
+SETTINGS: Mapping[str, Callable[[], object]] = MappingProxyType(
     {
         "default dtype": torch.get_default_dtype,
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
         "torch function modes": function_modes,
-        "oneDNN": lambda: backends.mkldnn.enabled,
-        "cuDNN": lambda: backends.cudnn.enabled,
+        "oneDNN": KERNEL_SETTINGS["oneDNN"][0],
+        "cuDNN": KERNEL_SETTINGS["cuDNN"][0],
         "fast path of nn.MultiheadAttention": backends.mha.get_fastpath_enabled,
-        "attention: flash_sdp_enabled": backends.cuda.flash_sdp_enabled,
-        "attention: mem_efficient_sdp_enabled": backends.cuda.mem_efficient_sdp_enabled,
-        "attention: math_sdp_enabled": backends.cuda.math_sdp_enabled,
-        "attention: cudnn_sdp_enabled": backends.cuda.cudnn_sdp_enabled,
+        **{
+            f"attention: {kind}_sdp_enabled": getattr(backends.cuda, f"{kind}_sdp_enabled")
+            for kind in ATTENTION_KERNELS
+        },
     }
 )
 
@@ -40,16 +45,17 @@ Settings = tuple[object, ...]
 
 def settings_now() -> Settings:
     """Return the present values."""
-    return tuple([read() for read in _SETTINGS.values()])
+    return tuple([read() for read in SETTINGS.values()])
 
 
 def named_settings(values: Settings) -> dict[str, str]:
     """Return settings as texts, by name."""
-    return {name: _text(value) for name, value in zip(_SETTINGS, values, strict=True)}
+    return {name: setting_text(value) for name, value in zip(SETTINGS, values, strict=True)}
 
 
-def _text(value: object) -> str:
-    return (", ".join(value) or "none") if isinstance(value, tuple) else str(value)
+def setting_text(value: object) -> str:
+    """Return a value as a message shows it."""
+    return (", ".join(map(str, value)) or "none") if isinstance(value, tuple) else str(value)
 
 
 def setting_problems(was: Mapping[str, str], values: Settings) -> list[str]:

@@ -30,6 +30,7 @@ from gt_trace._torch_versions import non_strict_tracing, traced_backward
 from gt_trace.annotate import annotate_modules
 from gt_trace.capture.autocast_cache import autocast_cache
 from gt_trace.capture.captured_mode import CapturedMode, refuse_gradient_hooks, with_settled_hooks
+from gt_trace.capture.changed_settings import refuse_changed_settings, refuse_left_settings
 from gt_trace.capture.earlier_gradients import EarlierGradients
 from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.given_tensors import GivenTensors
@@ -203,6 +204,7 @@ def tracing_contexts(fake_mode: FakeTensorMode, module: nn.Module | None) -> Any
     with contextlib.ExitStack() as stack:
         if module is not None:
             stack.enter_context(annotate_modules(module))
+        stack.enter_context(refuse_changed_settings(fake_mode))
         stack.enter_context(fake_mode)
         stack.enter_context(tracing(TracingContext(fake_mode)))
         stack.enter_context(torch.fx.traceback.preserve_node_meta())
@@ -281,6 +283,7 @@ class _TracedFunction:
                     autocast_cache(enabled=self._mode.autocast_cache),
                     LiveState(slots, state, names=given.names),
                     refuse_data_dependence(),
+                    refuse_left_settings(),
                 ):
                     watch.follow_draws()
                     result = self._fn(*inputs.args, **inputs.kwargs)

@@ -38,6 +38,7 @@ from gt_trace._torch_joint_internals import (
 from gt_trace.annotate import annotate_modules
 from gt_trace.capture.autocast_cache import RECAST, autocast_cache, repeated_casts
 from gt_trace.capture.captured_mode import CapturedMode, with_settled_hooks
+from gt_trace.capture.changed_settings import refuse_changed_settings, refuse_left_settings
 from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.given_tensors import GivenTensors
 from gt_trace.capture.graph_inputs import GraphInput, InputKind, name_placeholders, with_uses
@@ -216,6 +217,7 @@ def _tracing_contexts(fake_mode: FakeTensorMode, module: nn.Module) -> Iterator[
         stack.enter_context(inlined_joint_compilation())
         stack.enter_context(eager_kernels())
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(refuse_changed_settings(fake_mode))
         yield stack
 
 
@@ -280,6 +282,7 @@ class _Shell(nn.Module):
                 autocast_cache(enabled=self._mode.autocast_cache),
                 repeated_casts() as casts,
                 LiveState(slots, state, names=given.names) as live,
+                refuse_left_settings(),
             ):
                 inputs = TraceInputs(args=args, kwargs=kwargs)
                 for preparer in self._preparers:
