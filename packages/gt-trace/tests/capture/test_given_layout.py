@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gt_trace import BoundStep, InputMismatchError, StateMismatchError, trace_step
+from gt_trace import BoundStep, CaptureError, InputMismatchError, StateMismatchError, trace_step
 from gt_trace.joint import export_joint_graph, partition
 
 
@@ -257,3 +257,70 @@ def test_uses_are_those_of_the_graph() -> None:
 
     inputs = trace_step(step)(*(torch.ones(2, 2) for _ in range(4))).inputs
     assert [each.uses for each in inputs] == [(), ("written",), ("returned",), ("positions",)]
+
+
+BATCH = torch.arange(24).reshape(3, 8)
+READS: dict[str, tuple[Callable[[Tensor], float], str]] = {
+    "stride": (lambda x: x.stride(0), "reads its strides in Python"),
+    "strides of a view": (lambda x: sum(x[1:].T.stride()), "reads its strides in Python"),
+    "strides of data": (lambda x: x.data.detach().stride(0), "reads its strides in Python"),
+    "order of dims": (lambda x: 1 + x.dim_order()[0], "reads its strides in Python"),
+    "contiguous": (lambda x: 1 + x.is_contiguous(), "reads in Python whether it is contiguous"),
+    "offset": (lambda x: 1 + x.storage_offset(), "reads its storage offset in Python"),
+    "offset under a device": (lambda x: under_device(x), "reads its storage offset in Python"),
+}
+
+
+def under_device(x: Tensor) -> int:
+    with torch.device("cpu"):  # a mode of its own
+        return 1 + x[1:].storage_offset()
+
+
+class Scaled(nn.Module):
+    def __init__(self, read: Callable[[Tensor], float]) -> None:
+        super().__init__()
+        self.weight, self.read = nn.Parameter(torch.randn(4)), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * float(self.read(x))
+
+
+@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("capture", ["step", "joint"])
+def test_a_slice_is_refused_if_python_read_how_the_captured_input_lies(
+    name: str, capture: str
+) -> None:
+    read, reason = READS[name]
+    module, x = Scaled(read), torch.arange(12).reshape(3, 4)
+    if capture == "step":
+        run = trace_step(lambda x: module(x).detach(), module=module)(x).bind(module)
+    else:
+        run = partition(export_joint_graph(module, (x,))).bind(module)
+    for given in (x, torch.arange(24).reshape(6, 4)[:3]):
+        assert torch.equal(run(given), module(given))
+    with pytest.raises(InputMismatchError, match=reason):
+        run(BATCH[:, 2:6])
+
+
+def test_a_layout_that_python_reads_of_other_tensors_restricts_no_input() -> None:
+    module = Scaled(lambda x: x.float().stride(0) + x.clone().is_contiguous())
+    run = trace_step(lambda x: module(x).detach(), module=module)(BATCH[:, :4].clone()).bind(module)
+    assert torch.equal(run(BATCH[:, 2:6]), module(BATCH[:, 2:6]))
+
+
+MEMORY: dict[str, Callable[[Tensor], float]] = {
+    "data_ptr": lambda x: x.data_ptr() % 64,
+    "untyped_storage": lambda x: x.untyped_storage().nbytes(),
+    "storage": lambda x: len(x.storage()),
+    "is_set_to": lambda x: x.is_set_to(x.contiguous()),
+    "_is_view": lambda x: x.reshape(-1)._is_view(),
+    "_base": lambda x: x._base is None,
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_a_step_that_reads_where_a_tensor_lies_is_refused_by_its_line(name: str) -> None:
+    module, x = Scaled(MEMORY[name]), torch.arange(12).reshape(3, 4)
+    wanted = rf"(?s)in which memory a tensor lies \(Tensor\.{name}\).*lambda x: .*Compare tensors"
+    with pytest.raises(CaptureError, match=wanted):
+        trace_step(lambda x: module(x).detach(), module=module)(x)

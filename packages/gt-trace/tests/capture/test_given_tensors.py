@@ -262,3 +262,72 @@ def test_gradient_that_is_written_to_an_argument_is_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"the \.grad of argument x was written; use torch\.aut"):
         trace_step(step)(torch.ones(3, requires_grad=True))
+
+
+def without_torch_functions(x: Tensor) -> Tensor:
+    local = x.detach().clone()
+    with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+        local.data = x * 3
+    return local
+
+
+class AssigningBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        local = gradient.clone()
+        local.data = gradient * 3
+        return local
+
+
+def hooked(x: Tensor) -> Tensor:
+    y = x * 1
+
+    def hook(gradient: Tensor) -> Tensor:
+        local = gradient.clone()
+        local.data = gradient * 3
+        return local
+
+    y.register_hook(hook)
+    return y
+
+
+def caught(x: Tensor) -> Tensor:
+    try:
+        x.clone().data = x * 3
+    except CaptureError:
+        return x
+    return x * 2
+
+
+UNSEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "no torch functions": without_torch_functions,
+    "a backward": AssigningBackward.apply,
+    "a hook": hooked,
+    "caught": caught,
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+@pytest.mark.parametrize("capture", ["step", "joint"])
+def test_assignments_that_no_torch_function_mode_sees_are_refused(name: str, capture: str) -> None:
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return UNSEEN[name](super().forward(x))
+
+    model, x = Model(4, 4), torch.randn(3, 4)
+
+    def step(x: Tensor) -> Any:
+        return torch.autograd.grad(model(x).sum(), list(model.parameters()))
+
+    captures: dict[str, Callable[[], object]] = {
+        "step": lambda: trace_step(step, module=model)(x),
+        "joint": lambda: export_joint_graph(model, (x,)),
+    }
+    wanted = r"(?s)a tensor of shape \[3, 4\] is given other memory.*data = "
+    with pytest.raises(CaptureError, match=wanted):
+        captures[capture]()
+    assert "data" not in vars(torch.Tensor)

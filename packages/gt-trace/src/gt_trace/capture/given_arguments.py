@@ -10,7 +10,7 @@ import torch
 
 from gt_trace._torch_internals import ShapeEnv, pytree
 from gt_trace.capture.argument_structure import structure_differences
-from gt_trace.capture.given_layout import laid_out
+from gt_trace.capture.given_layout import laid_out, reads_offset
 from gt_trace.capture.graph_inputs import ArgumentSignature, same_constant
 from gt_trace.capture.input_uses import InputUse
 from gt_trace.capture.subclass_layout import (
@@ -195,7 +195,7 @@ def _leaf(
     is_plain = is_plain and None not in signature.shape
     example = examples[0] if is_plain else None
     is_lazy = example is not None and (example.is_conj() or example.is_neg())
-    is_simple = example is not None and not is_lazy and "positions" not in uses[0]
+    is_simple = example is not None and not is_lazy and not reads_offset(uses[0])
     return _Leaf(
         signature=signature,
         examples=examples,

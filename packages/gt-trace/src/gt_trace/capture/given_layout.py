@@ -5,7 +5,8 @@ A captured graph computes with the captured strides: a ``view`` in it may be wro
 floating-point inputs the two may differ: operators sum in the order of memory, draw random numbers
 in that order, and choose other kernels (``linear`` adds its bias apart from a product of strided
 rows). Whole numbers and booleans are exact in any order, so a slice of them is copied. It is not
-if the graph writes the input, returns a view of it or reads its memory at fixed positions.
+if the graph writes the input, returns a view of it or reads its memory at fixed positions, or if
+Python reads its layout while the step is traced, since it may decide by that.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ _WHY_NO_COPY: dict[InputUse, str] = {
     "written": "the step writes it",
     "returned": "the step returns a view of it",
     "positions": "the step reads its memory by as_strided",
+    "offset": "the step reads its storage offset in Python",
+    "strides": "the step reads its strides in Python",
+    "contiguity": "the step reads in Python whether it is contiguous",
 }
 
 
@@ -42,14 +46,14 @@ def laid_out(
     """
     found, wanted = tensor.stride(), tuple(stride)
     bits = (tensor.is_conj(), tensor.is_neg()), (example.is_conj(), example.is_neg())
-    same_offset = "positions" not in uses or tensor.storage_offset() == example.storage_offset()
+    same_offset = not reads_offset(uses) or tensor.storage_offset() == example.storage_offset()
     if found == wanted and bits[0] == bits[1] and same_offset:
         return tensor
     if bits[0] != bits[1] and any(bits[1]):
         return "captured as a lazily conjugated or negated view; pass such a view"
     pairs = zip(tensor.shape, found, wanted, strict=True)
     is_same_memory = tensor.numel() == 0 or all(a == b for size, a, b in pairs if size != 1)
-    if is_same_memory and bits[0] == bits[1] and same_offset:
+    if is_same_memory and bits[0] == bits[1] and same_offset and "strides" not in uses:
         with torch.no_grad():
             return tensor.as_strided(tensor.shape, wanted)
     what = f"strides {list(found)}, captured with {list(wanted)}"
@@ -63,17 +67,27 @@ def laid_out(
         remedy = "pass .clone()" if example.storage_offset() == 0 else "capture again with it"
     elif any(size > 1 and step == 0 for size, step in zip(tensor.shape, wanted, strict=True)):
         return f"{what}, where elements share memory; pass an expanded tensor, or capture again"
-    if uses:
-        return f"{what}; it cannot be copied, because {_WHY_NO_COPY[uses[0]]}; {remedy}"
+    no_copy = (
+        f"{what}; it cannot be copied, because {_WHY_NO_COPY[uses[0]]}; {remedy}" if uses else ""
+    )
+    if uses and uses[0] not in ("strides", "contiguity"):
+        return no_copy
     if tensor.is_floating_point() or tensor.is_complex():
         return f"{what}; sums over such memory may round otherwise; {remedy}"
     if not _same_order(tensor.shape, found, wanted):
         return f"{what}, with the dims in another order; {remedy}"
+    if no_copy:
+        return no_copy
     if _overlaps(tensor.shape, wanted):
         return f"{what}, where elements share memory; capture again with such an input"
     with torch.no_grad():
         copy = torch.empty_strided(tensor.shape, wanted, dtype=tensor.dtype, device=tensor.device)
         return copy.copy_(tensor)
+
+
+def reads_offset(uses: Sequence[InputUse]) -> bool:
+    """Return whether a graph depends on where in its memory an input begins."""
+    return "positions" in uses or "offset" in uses
 
 
 def state_problem(
@@ -101,10 +115,11 @@ def state_problem(
             f"strides {list(found)}, captured with {list(wanted)}; give it the captured memory "
             "format, or capture again"
         )
-    if "positions" in uses and tensor.storage_offset() != example.storage_offset():
+    if reads_offset(uses) and tensor.storage_offset() != example.storage_offset():
+        why = _WHY_NO_COPY["positions" if "positions" in uses else "offset"]
         return (
             f"storage offset {tensor.storage_offset()}, captured with {example.storage_offset()}, "
-            "and the step reads its memory by as_strided; capture again"
+            f"and {why}; capture again"
         )
     if (tensor.is_conj(), tensor.is_neg()) != (example.is_conj(), example.is_neg()):
         return (

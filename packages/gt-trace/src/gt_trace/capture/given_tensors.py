@@ -7,7 +7,8 @@ the nodes of a tensor stay those of its old memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +16,13 @@ import torch
 
 from gt_trace._torch_internals import DisableTorchFunction, storage_key
 from gt_trace.capture.flat_inputs import FlatInputs
+from gt_trace.capture.input_uses import InputUse
 from gt_trace.capture.stack_traces import line_of_user
 from gt_trace.capture.subclass_layout import flatten_tensor
 from gt_trace.errors import CaptureError
 
-SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor
-"""The torch function of the assignment ``tensor.data = ...``."""
+_DATA: Any = torch.Tensor.data
+"""The descriptor of ``tensor.data``, of a base class of ``torch.Tensor``."""
 
 _REMEDY = (
     "write the new values in place (with torch.no_grad(): tensor.copy_(values)), or assign outside "
@@ -28,22 +30,45 @@ _REMEDY = (
 )
 
 
-def data_problem(tensor: torch.Tensor, value: object, name: str) -> str | None:
-    """Return a sentence that refuses ``tensor.data = value``; None if it changes nothing.
+@contextmanager
+def refuse_data_assignments(names: Mapping[int, str]) -> Iterator[None]:
+    """Refuse ``tensor.data = ...`` inside, unless it changes nothing.
+
+    In a backward, and where torch functions are disabled, no torch function mode sees it. So
+    ``torch.Tensor`` gets a property of this name, in front of the descriptor of its base class.
 
     Args:
-        tensor: the tensor that is given other memory.
-        value: the assigned tensor.
-        name: what the tensor is to the step.
+        names: what tensors are to the step, by their ids.
+
+    Raises:
+        CaptureError: names the tensor and the line.
     """
-    with DisableTorchFunction():
-        same = isinstance(value, torch.Tensor) and _memory(tensor) == _memory(value)
-    if same:
-        return None
-    return (
-        f"{name} is given other memory by an assignment to its .data:\n{line_of_user()}\n"
-        f"A graph would go on with the old memory; {_REMEDY}"
-    )
+    refused: list[str] = []
+
+    def assign(tensor: torch.Tensor, value: object) -> None:
+        with DisableTorchFunction():
+            same = isinstance(value, torch.Tensor) and _memory(tensor) == _memory(value)
+        if not same:
+            name = names.get(id(tensor), f"a tensor of shape {list(tensor.shape)}")
+            refused.append(
+                f"{name} is given other memory by an assignment to its .data:\n{line_of_user()}\n"
+                f"A graph would go on with the old memory; {_REMEDY}"
+            )
+            raise CaptureError(refused[0])
+        _DATA.__set__(tensor, value)
+
+    outer = vars(torch.Tensor).get("data")
+    kind: Any = torch.Tensor
+    kind.data = property(_DATA.__get__, assign)
+    try:
+        yield
+    finally:
+        if outer is None:
+            del kind.data
+        else:
+            kind.data = outer
+    if refused:
+        raise CaptureError(refused[0])  # the step caught it, and went on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +93,9 @@ class GivenTensors:
     def __init__(
         self, flat: FlatInputs, state: Sequence[torch.Tensor], leaves: Sequence[Any]
     ) -> None:
+        self.layout_reads: dict[str, set[InputUse]] = {}
+        """How Python reads the layout of each input, by what it is to the step."""
+
         named: list[tuple[str, Any, bool]] = [
             (f"{slot.entry.kind} {slot.entry.name}", tensor, False)
             for slot, tensor in zip(flat.slots, state, strict=True)
@@ -89,6 +117,18 @@ class GivenTensors:
                 for name, tensor, is_argument in named
                 if isinstance(tensor, torch.Tensor)
             ]
+
+    def note_layout_read(self, tensor: torch.Tensor, use: InputUse) -> None:
+        """Note that Python reads the layout of ``tensor``, for the inputs whose memory it shares.
+
+        Another tensor lies alike for all strides of inputs that a replay copies.
+        """
+        with DisableTorchFunction():
+            keys = {leaf[0] for leaf in _memory(tensor)}
+            base = tensor._base
+        for each in self._given:
+            if each.tensor is base or any(leaf[0] in keys for leaf in each.memory):
+                self.layout_reads.setdefault(each.name, set()).add(use)
 
     @property
     def names(self) -> dict[int, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -84,9 +84,12 @@ _PREFIX = {
 }
 
 
-def with_uses(inputs: Sequence[GraphInput], graph: Graph) -> tuple[GraphInput, ...]:
-    """Return the inputs of a graph, with how it uses them."""
-    pairs = zip(inputs, input_uses(graph), strict=True)
+def with_uses(
+    inputs: Sequence[GraphInput], graph: Graph, reads: Mapping[str, Collection[InputUse]]
+) -> tuple[GraphInput, ...]:
+    """Return the inputs of a graph, with how it uses them; ``reads`` are ``layout_reads``."""
+    further = [reads.get(f"{each.kind} {each.name}", ()) for each in inputs]
+    pairs = zip(inputs, input_uses(graph, further), strict=True)
     return tuple(replace(each, uses=uses) if uses else each for each, uses in pairs)
 
 

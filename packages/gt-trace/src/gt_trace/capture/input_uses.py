@@ -9,31 +9,32 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch.fx import Graph, Node
 
 from gt_trace._torch_internals import HigherOrderOperator, OpOverload, storage_key
 
-InputUse = Literal["written", "returned", "positions"]
+InputUse = Literal["written", "returned", "positions", "offset", "strides", "contiguity"]
 """written: an operator may write the input. returned: an output may be a view of it. positions: an
-operator reads its memory at positions fixed by the capture, not by the input's own strides."""
+operator reads its memory at positions fixed by the capture, not by the input's own strides.
+offset, strides, contiguity: Python reads these, and may decide by them."""
 
-_ORDER: tuple[InputUse, ...] = ("written", "returned", "positions")
+_ORDER: tuple[InputUse, ...] = get_args(InputUse)
 _STRIDED = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_.default})
 _READING = ("flex_attention", "flex_attention_backward")
 
 
-def input_uses(graph: Graph) -> list[tuple[InputUse, ...]]:
-    """Return how a graph uses the memory of each placeholder, by position.
+def input_uses(graph: Graph, further: Sequence[Collection[InputUse]]) -> list[tuple[InputUse, ...]]:
+    """Return how a graph uses the memory of each placeholder, by position, and ``further`` uses.
 
     Views are found by operators' schemas, and by the storages of the fake values. Calls without a
     schema count as writes, except those of FlexAttention.
     """
     placeholders = graph.find_nodes(op="placeholder")
-    uses: dict[Node, set[InputUse]] = {node: set() for node in placeholders}
+    uses = {node: set(known) for node, known in zip(placeholders, further, strict=True)}
     # Nodes that may be views, each with the placeholders that it may be a view of.
     views: dict[Node, frozenset[Node]] = {node: frozenset({node}) for node in placeholders}
     owners: dict[int, frozenset[Node]] = {}

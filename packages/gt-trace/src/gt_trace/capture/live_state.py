@@ -17,7 +17,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gt_trace._torch_internals import DisableTorchFunction
-from gt_trace.capture.given_tensors import SET_DATA, data_problem
+from gt_trace.capture.given_tensors import GivenTensors, refuse_data_assignments
+from gt_trace.capture.input_uses import InputUse
 from gt_trace.capture.module_state import StateSlot
 from gt_trace.capture.purity import values_needed
 from gt_trace.capture.stack_traces import is_of_user, line_of_user
@@ -28,9 +29,25 @@ from gt_trace.capture.thread_settings import (
 )
 from gt_trace.errors import CaptureError
 
-_CHECKED = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, SET_DATA)
+_DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 _FORMATTING = (torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__reduce_ex__)
+
+_LAYOUT_READS: Mapping[Any, InputUse] = {
+    torch.Tensor.stride: "strides",
+    torch.Tensor.dim_order: "strides",
+    torch.Tensor.is_contiguous: "contiguity",
+    torch.Tensor.storage_offset: "offset",
+}
+"""Functions by which Python reads how a tensor lies in memory, with what each reads."""
+
+_MEMORY = (
+    *(torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage),
+    *(torch.Tensor.is_set_to, torch.Tensor._is_view, vars(torch._C.TensorBase)["_base"].__get__),
+)
+"""Functions by which Python reads in which memory a tensor lies."""
+
+_CHECKED = frozenset({*_DIFFERENTIATING, *_FORMATTING, *_LAYOUT_READS, *_MEMORY, ATTENTION})
 
 
 class LiveState(TorchFunctionMode):
@@ -40,7 +57,7 @@ class LiveState(TorchFunctionMode):
         slots: where the state lives.
         stand_ins: one for each slot.
         absent: parts of the module's state for which there is none, since the module is shortened.
-        names: what further tensors are to the step, by their ids.
+        given: the stand-ins of state and arguments.
     """
 
     def __init__(
@@ -49,7 +66,7 @@ class LiveState(TorchFunctionMode):
         stand_ins: Sequence[torch.Tensor],
         *,
         absent: Iterable[StateSlot] = (),
-        names: Mapping[int, str] | None = None,
+        given: GivenTensors | None = None,
     ) -> None:
         super().__init__()
         self._stand_ins = {
@@ -57,8 +74,8 @@ class LiveState(TorchFunctionMode):
         }
         self._names = {id(slot.tensor): f"{slot.entry.kind} {slot.entry.name}" for slot in slots}
         self._absent = {id(slot.tensor): slot.entry.name for slot in absent}
-        self._given_names = dict(names or {})
-        self._data_problem: str | None = None
+        self._given = given
+        self._assignments = refuse_data_assignments({} if given is None else given.names)
 
     def __torch_function__(
         self,
@@ -71,15 +88,8 @@ class LiveState(TorchFunctionMode):
         # Dynamo, which reads this for torch.cond, does not know the question about inference mode.
         if not torch.compiler.is_dynamo_compiling() and torch.is_inference_mode_enabled():
             refuse_inference_mode(line_of_user())
-        if func is ATTENTION:
-            refuse_fast_path([*args, *(kwargs or {}).values()])
-        if func in _FORMATTING and (line := _formatting_line()):
-            raise CaptureError(values_needed(func.__qualname__, line))
         if func in _CHECKED:
-            if func == SET_DATA:
-                self._check_data(*args)
-            else:
-                self.refuse_live_leaves(args[0])
+            self._check(func, args, kwargs or {})
         return self.call(func, args, self._replaced(dict(kwargs)) if kwargs else {})
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,17 +122,33 @@ class LiveState(TorchFunctionMode):
                 "module inside the step:\n  " + "\n  ".join(sorted(reached))
             )
 
+    def __enter__(self) -> LiveState:
+        self._assignments.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        return self
+
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch's
-        if self._data_problem is not None and error is None:
-            raise CaptureError(self._data_problem)  # the step caught it, and went on
+        self._assignments.__exit__(kind, error, trace)
 
-    def _check_data(self, tensor: torch.Tensor, value: object) -> None:
-        name = self._given_names.get(id(tensor), f"a tensor of shape {list(tensor.shape)}")
-        problem = data_problem(tensor, value, name)
-        if problem is not None:
-            self._data_problem = problem
-            raise CaptureError(problem)
+    def _check(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if func is ATTENTION:
+            refuse_fast_path([*args, *kwargs.values()])
+        elif func in _DIFFERENTIATING:
+            self.refuse_live_leaves(args[0])
+        elif func in _FORMATTING:
+            if line := _formatting_line():
+                raise CaptureError(values_needed(func.__qualname__, line))
+        elif _is_called_by_user(func.__name__):
+            if func in _MEMORY:
+                name = getattr(func, "__self__", func).__name__
+                raise CaptureError(
+                    f"the step reads in which memory a tensor lies (Tensor.{name}), which "
+                    f"another call has otherwise:\n{line_of_user()}\nCompare tensors by `is`, "
+                    "count bytes by numel() * element_size(), or read it outside of the step"
+                )
+            if self._given is not None:
+                self._given.note_layout_read(args[0], _LAYOUT_READS[func])
 
     def _replaced(self, value: Any) -> Any:
         kind = type(value)
@@ -141,9 +167,18 @@ class LiveState(TorchFunctionMode):
         return value
 
 
+def _is_called_by_user(name: str) -> bool:
+    """Return whether the function that a mode sees was called from the user's code."""
+    passing = (name, "__torch_function__", "handle_torch_function")
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name in passing:
+        frame = frame.f_back
+    return frame is not None and is_of_user(frame.f_code)
+
+
 def _formatting_line() -> str:
     """Return the line of the user's code that prints or stores a tensor; "" if PyTorch does."""
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(3)
     while frame is not None and frame.f_code.co_filename.endswith(_TENSORS_OWN):
         frame = frame.f_back
     if frame is None or not is_of_user(frame.f_code) or "/logging/" in frame.f_code.co_filename:

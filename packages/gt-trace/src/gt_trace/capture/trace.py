@@ -9,7 +9,7 @@ tensor, a lost ``.grad``, a re-registered buffer) is an error, not a surprise at
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -37,6 +37,7 @@ from gt_trace.capture.given_tensors import GivenTensors
 from gt_trace.capture.graph_inputs import name_placeholders, with_uses
 from gt_trace.capture.inherit import inherit_annotations
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
+from gt_trace.capture.input_uses import InputUse
 from gt_trace.capture.kernel_strides import new_fake_mode
 from gt_trace.capture.live_state import LiveState
 from gt_trace.capture.lost_changes import PythonChanges, with_settled_objects
@@ -164,7 +165,7 @@ def trace_without_code(
         inherit_annotations(graph_module)
         refuse_repeated_draws(graph_module)
         refuse_traced_derivatives(graph_module)
-        names = with_uses(flat.graph_inputs(), graph_module.graph)
+        names = with_uses(flat.graph_inputs(), graph_module.graph, step.layout_reads)
         name_placeholders(graph_module.graph, names)
         if constants == "error":
             refuse_constants(graph_module, flat.slots)
@@ -250,6 +251,7 @@ class _TracedFunction:
         self.gradients = EarlierGradients(flat.slots, optimizer)
         self.output_spec: pytree.TreeSpec | None = None
         self.output_layouts: list[TensorLayout | None] = []
+        self.layout_reads: Mapping[str, Collection[InputUse]] = {}
 
     def __call__(self, *plain: torch.Tensor) -> list[Any]:
         state, inputs = self._flat.rebuild(plain)
@@ -281,7 +283,7 @@ class _TracedFunction:
                 with (
                     watch.running(),
                     autocast_cache(enabled=self._mode.autocast_cache),
-                    LiveState(slots, state, names=given.names),
+                    LiveState(slots, state, given=given),
                     refuse_data_dependence(),
                     refuse_left_settings(),
                 ):
@@ -289,6 +291,7 @@ class _TracedFunction:
                     result = self._fn(*inputs.args, **inputs.kwargs)
                     watch.look()
                 given.refuse_changes()
+                self.layout_reads = given.layout_reads
                 self.gradients.take(state)
                 refuse_side_effects(slots, before)
             finally:

@@ -7,7 +7,7 @@ depends on data (expert parallelism) and DTensor parameters go through unchanged
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -40,10 +40,11 @@ from gt_trace.capture.autocast_cache import RECAST, autocast_cache, repeated_cas
 from gt_trace.capture.captured_mode import CapturedMode, with_settled_hooks
 from gt_trace.capture.changed_settings import refuse_changed_settings, refuse_left_settings
 from gt_trace.capture.flat_inputs import FlatInputs
-from gt_trace.capture.given_tensors import GivenTensors
+from gt_trace.capture.given_tensors import GivenTensors, refuse_data_assignments
 from gt_trace.capture.graph_inputs import GraphInput, InputKind, name_placeholders, with_uses
 from gt_trace.capture.inherit import inherit_annotations
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
+from gt_trace.capture.input_uses import InputUse
 from gt_trace.capture.kernel_strides import new_fake_mode
 from gt_trace.capture.live_state import LiveState
 from gt_trace.capture.lost_changes import PythonChanges, with_settled_objects
@@ -150,7 +151,9 @@ def _joint_graph(
     results = _keep_plain(graph_module.graph, described, found)
     inputs_kept = tuple(each.meaning for each in described if each.meaning is not None)
     returned = tuple(each.meaning for each in results if each.meaning is not None)
-    inputs_kept = _with_mutations(with_uses(inputs_kept, graph_module.graph), returned)
+    inputs_kept = _with_mutations(
+        with_uses(inputs_kept, graph_module.graph, shell.layout_reads), returned
+    )
     name_placeholders(graph_module.graph, inputs_kept)
     refuse_constants(graph_module, flat.slots)
     refuse_dependent_inputs(flat, inputs_kept, is_differentiable=True)
@@ -218,6 +221,7 @@ def _tracing_contexts(fake_mode: FakeTensorMode, module: nn.Module) -> Iterator[
         stack.enter_context(eager_kernels())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(refuse_changed_settings(fake_mode))
+        stack.enter_context(refuse_data_assignments({}))
         yield stack
 
 
@@ -251,6 +255,7 @@ class _Shell(nn.Module):
         self.outputs: list[OutputSignature] = []
         self.output_spec: pytree.TreeSpec | None = None
         self.recast: list[str] = []
+        self.layout_reads: Mapping[str, Collection[InputUse]] = {}
         for name, slot, tensor in zip(state_names(flat), flat.slots, state, strict=True):
             holder: dict[str, Any] = (
                 self._parameters if slot.entry.kind == "parameter" else self._buffers
@@ -281,7 +286,7 @@ class _Shell(nn.Module):
                 refuse_data_dependence(),
                 autocast_cache(enabled=self._mode.autocast_cache),
                 repeated_casts() as casts,
-                LiveState(slots, state, names=given.names) as live,
+                LiveState(slots, state, given=given) as live,
                 refuse_left_settings(),
             ):
                 inputs = TraceInputs(args=args, kwargs=kwargs)
@@ -292,6 +297,7 @@ class _Shell(nn.Module):
             self._refuse_recast_state(casts)
             live.refuse_live_leaves(pytree.tree_leaves(result))
             given.refuse_changes()
+            self.layout_reads = given.layout_reads
             refuse_side_effects(slots, before)
         finally:
             for slot in slots:

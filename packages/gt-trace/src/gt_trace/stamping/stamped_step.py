@@ -64,7 +64,8 @@ def stamped_step(
         for made in outputs.plain(index, leaf)
     ]
     graph = builder.build(leaves)
-    inputs = with_uses(inputs, graph)
+    reads = {f"{each.kind} {each.name}": each.uses for each in short.inputs}
+    inputs = with_uses(inputs, graph, reads)
     name_placeholders(graph, inputs)
     return replace(
         short,
