@@ -380,9 +380,9 @@ class OtherDefaultDtype(Toy):
             x = layer(x)
             before = torch.get_default_dtype()
             torch.set_default_dtype(torch.float64 if index == ODD else before)
-            halves = (x > 0).long() / 2
+            half = torch.tensor(0.5)
             torch.set_default_dtype(before)
-            x = x + halves.to(x.dtype)
+            x = x + half.to(x.dtype)
         return x
 
 

@@ -26,6 +26,7 @@ from gt_trace.capture.captured_mode import (
     refuse_gradient_hooks,
     with_settled_hooks,
 )
+from gt_trace.capture.changed_settings import refuse_left_settings
 from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
 from gt_trace.capture.kernel_strides import new_fake_mode
@@ -308,6 +309,7 @@ class _Stamper:
                     _swapped(flat.slots, state),
                     watch.running(),
                     autocast_cache(enabled=torch.is_autocast_cache_enabled()),
+                    refuse_left_settings(),
                 ):
                     result = self.fn(*inputs.args, **inputs.kwargs)
                     watch.look()
