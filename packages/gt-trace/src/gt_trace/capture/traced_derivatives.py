@@ -6,7 +6,7 @@ other strides. A trace records the operators of eager execution instead, or is r
 tensor subclasses are the same eagerly, and are left.
 
 The derivative of ``prod`` divides the product by the operand if no element is zero, and multiplies
-all other elements if it is traced.
+all other elements if it is traced. So does that of ``cumprod`` in the first supported versions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ _FILLED_IN_PLACE = frozenset(
     {"Atan2", "Clamp", "ClampMax", "ClampMin", "Fmax", "Fmin", "Maximum", "Minimum"}
 )
 _SHARED_BY_EQUALS = frozenset({"Max", "Median", "Min", "Nanmedian"})
-_PRODUCTS = (torch.ops.aten.prod.default, torch.ops.aten.prod.dim_int)
+_PRODUCTS = (
+    torch.ops.aten.prod.default,
+    torch.ops.aten.prod.dim_int,
+    torch.ops.aten.cumprod.default,
+)
 
 
 def _masked_fill(operand: torch.Tensor, mask: torch.Tensor, value: Any) -> Any:
@@ -67,7 +71,7 @@ EAGER_OPERATORS: dict[OpOverload, Callable[..., Any]] = {
 
 
 def refuse_traced_derivatives(graph_module: GraphModule) -> None:
-    """Refuse gradients of products of all elements.
+    """Refuse gradients of products that are computed without a division, as eager ones are not.
 
     Raises:
         CaptureError: lists the line of each product.
@@ -76,15 +80,19 @@ def refuse_traced_derivatives(graph_module: GraphModule) -> None:
     for module in graph_module.modules():
         if not isinstance(module, GraphModule):
             continue
-        products = [n for n in first_forward(module.graph).values() if _multiplies(n)]
-        if products:  # which few graphs have
-            numbers = {sequence_number(n) for n in module.graph.nodes if is_backward(n)}
-            lines += [_line(each) for each in products if sequence_number(each) in numbers]
+        products = [each for each in first_forward(module.graph).values() if _multiplies(each)]
+        for product in products:  # which few graphs have
+            number = sequence_number(product)
+            nodes = [n for n in module.graph.nodes if sequence_number(n) == number]
+            called = {each.target for each in nodes if is_backward(each)}
+            if called and torch.ops.aten.div.Tensor not in called:
+                lines.append(_line(product))
     if lines:
         raise CaptureError(
-            "the step differentiates torch.prod, whose gradient PyTorch computes by another "
-            "formula while it is traced, with other last bits. Multiply the elements one by one "
-            "(x[..., 0] * x[..., 1]), or take the last of torch.cumprod:\n  " + "\n  ".join(lines)
+            "the step differentiates torch.prod or torch.cumprod, whose gradient this PyTorch "
+            "computes by another formula while it is traced, with other last bits. Multiply the "
+            "elements one by one (x[..., 0] * x[..., 1]), or add logarithms of positive ones:\n  "
+            + "\n  ".join(lines)
         )
 
 
