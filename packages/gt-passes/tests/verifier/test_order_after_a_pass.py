@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -394,6 +395,39 @@ the memory of this input is written to in another way than before
 expected no write
 got      1 write, by unrelated, which no schema describes: register it with torch.library.custom_op""",
     )
+
+
+def getitem(values: object, index: int) -> object:
+    """A callee with the name of another one."""
+    return values[1 - index]
+
+
+def sym_max(x: torch.Tensor) -> torch.Tensor:
+    """Likewise."""
+    return x.zero_()
+
+
+@pytest.mark.parametrize("callee", [operator.iadd, operator.imul, sym_max, torch.Tensor.zero_])
+@pytest.mark.parametrize("graph_pass", [EditGraph, ReplaceOperators])
+def test_a_function_that_writes_is_found(callee: Callable[..., object], graph_pass: type):
+    def write(edited: GraphModule) -> None:
+        cos = node_of(edited, "cos")
+        more = (2.0,) if callee in (operator.iadd, operator.imul) else ()
+        call_after(edited, cos, callee, cos.args[0], *more)
+
+    graph_module = capture(lambda x: (x.cos(), x.sin()), X)
+    with pytest.raises(VerificationError):
+        run_pass(graph_pass(edit=write, allowed=FREELY), graph_module)
+
+
+def test_a_function_with_the_name_of_another_one_is_found():
+    def call_another(edited: GraphModule) -> None:
+        for item in node_of(edited, "aminmax").users:
+            item.target = getitem
+
+    graph_module = capture(lambda x: tuple(torch.aminmax(x)), X)
+    with pytest.raises(VerificationError):
+        run_pass(EditGraph(edit=call_another, allowed=FREELY), graph_module)
 
 
 def _written_constant(x: torch.Tensor) -> tuple[torch.Tensor, ...]:

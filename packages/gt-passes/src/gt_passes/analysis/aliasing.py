@@ -48,7 +48,31 @@ _RUNNING_STATISTICS = ("running_mean", "running_var")
 _PURE_HIGHER_ORDER_OPERATORS = frozenset({"flex_attention", "flex_attention_backward"})
 """They write to nothing, and their results are memory of their own."""
 
-_PURE_FUNCTION_MODULES = frozenset({"_operator", "math", "builtins"})
+_PURE_FUNCTIONS = frozenset(
+    {
+        *(abs, bool, float, int, len, max, min, round, sum),
+        *(operator.abs, operator.add, operator.and_, operator.eq, operator.floordiv, operator.ge),
+        *(
+            operator.getitem,
+            operator.gt,
+            operator.invert,
+            operator.le,
+            operator.lshift,
+            operator.lt,
+        ),
+        *(operator.matmul, operator.mod, operator.mul, operator.ne, operator.neg, operator.not_),
+        *(
+            operator.or_,
+            operator.pos,
+            operator.pow,
+            operator.rshift,
+            operator.sub,
+            operator.truediv,
+        ),
+        operator.xor,
+    }
+)
+"""Functions of Python in captured graphs. Others of their modules write, as ``operator.iadd``."""
 
 
 class AliasClasses:
@@ -132,10 +156,10 @@ def has_unknown_effects(node: Node) -> bool:
         return any(map(has_unknown_effects, region.body.graph.nodes))
     if isinstance(node.target, HigherOrderOperator):
         return not _makes_fresh_results(node.target)
-    if getattr(node.target, "__module__", None) in _PURE_FUNCTION_MODULES:
-        return node.target in (operator.setitem, operator.delitem)
+    module, name = (getattr(node.target, key, "") for key in ("__module__", "__name__"))
     # torch.sym_max and its like, on symbolic sizes
-    return not getattr(node.target, "__name__", "").startswith("sym_")
+    is_of_sizes = module == "torch" and name.removeprefix("_").startswith("sym_")
+    return not (is_of_sizes or module == "math" or node.target in _PURE_FUNCTIONS)
 
 
 def _makes_fresh_results(target: object) -> bool:

@@ -8,6 +8,7 @@ PyTorch's schemas and tags do not promise is taken not to hold.
 from __future__ import annotations
 
 import functools
+import operator
 from typing import NamedTuple
 
 import torch
@@ -156,7 +157,7 @@ def is_only_a_view(node: Node) -> bool:
     if node.op != "call_function":
         return False
     if not isinstance(node.target, OpOverload):
-        return getattr(node.target, "__name__", "") == "getitem"
+        return node.target is operator.getitem
     return _effects_of(node.target).is_view
 
 

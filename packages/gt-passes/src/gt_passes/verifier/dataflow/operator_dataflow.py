@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -113,7 +114,7 @@ def _open_arguments(call: NodeCall) -> list[Any]:
 
 def item_of(call: NodeCall, value: Value) -> Value | None:
     """What ``operator.getitem`` takes of several values; None of any other call or value."""
-    if getattr(call.target, "__name__", "") != "getitem" or len(call.args) != 2:
+    if call.target is not operator.getitem or len(call.args) != 2:
         return None
     source, index = call.args
     if not isinstance(source, Node) or not isinstance(index, int):
