@@ -57,17 +57,17 @@ class Outcomes:
     operators: set[str] = field(default_factory=set)
 
 
-def operators(shard: int, num_shards: int) -> list[Any]:
-    """Every ``num_shards``-th operator of PyTorch's that takes float32 on a CPU."""
+def operators(shard: int, num_shards: int, dtype: torch.dtype) -> list[Any]:
+    """Return every ``num_shards``-th operator of PyTorch's that takes a dtype on a CPU."""
     known = [
-        each
-        for each in common_methods_invocations.op_db
-        if torch.float32 in each.supported_dtypes("cpu")
+        each for each in common_methods_invocations.op_db if dtype in each.supported_dtypes("cpu")
     ]
     return known[shard::num_shards]
 
 
-def compare(chosen: list[Any], *, num_samples: int, skip: frozenset[str]) -> Outcomes:
+def compare(
+    chosen: list[Any], *, num_samples: int, skip: frozenset[str], dtype: torch.dtype
+) -> Outcomes:
     """Compare eager and captured results, and gradients, of the first samples of operators."""
     outcomes = Outcomes()
     with warnings.catch_warnings(), _SEEDED_BY_US:
@@ -75,7 +75,7 @@ def compare(chosen: list[Any], *, num_samples: int, skip: frozenset[str]) -> Out
         for operator in chosen:
             if operator.name in skip:
                 continue
-            for step, tensors in _steps(operator, num_samples):
+            for step, tensors in _steps(operator, num_samples, dtype):
                 outcome, detail = _outcome(step, tensors)
                 outcomes.counts[outcome] += 1
                 if outcome != "eager fails":
@@ -85,11 +85,12 @@ def compare(chosen: list[Any], *, num_samples: int, skip: frozenset[str]) -> Out
     return outcomes
 
 
-def _steps(operator: Any, num_samples: int) -> Iterator[tuple[Callable[..., Any], list[Any]]]:
+def _steps(
+    operator: Any, num_samples: int, dtype: torch.dtype
+) -> Iterator[tuple[Callable[..., Any], list[Any]]]:
     torch.manual_seed(0)
-    samples = list(
-        operator.sample_inputs("cpu", torch.float32, requires_grad=operator.supports_autograd)
-    )
+    trained = operator.supports_autograd and dtype in operator.supported_backward_dtypes("cpu")
+    samples = list(operator.sample_inputs("cpu", dtype, requires_grad=trained))
     for number, sample in enumerate(samples[:num_samples]):
         leaves, spec = pytree.tree_flatten((sample.input, sample.args, dict(sample.kwargs)))
         places = [
@@ -187,7 +188,7 @@ def _same(got: object, want: object) -> bool:
     if got.layout is not torch.strided:
         got, want = got.to_dense(), want.to_dense()
     if got.is_complex():
-        got, want = torch.view_as_real(got), torch.view_as_real(want)
+        got, want = (torch.view_as_real(each.resolve_conj()) for each in (got, want))
     got_holes, want_holes = got != got, want != want  # only NaNs differ from themselves
     got, want = got.masked_fill(got_holes, 0), want.masked_fill(want_holes, 0)
     signs = torch.equal(got.signbit(), want.signbit())

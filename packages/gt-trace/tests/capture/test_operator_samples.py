@@ -6,6 +6,7 @@ A captured call gives the bits of eager, forward and backward, or is refused.
 from __future__ import annotations
 
 import pytest
+import torch
 from strided_samples import compare, operators
 
 NUM_SHARDS = 12
@@ -26,9 +27,17 @@ EXCEPTIONS: dict[str, str] = {
 """Operators that are left out, with the reason."""
 
 
-def _assert_equal_or_refused(shard: int, num_shards: int, num_samples: int) -> None:
+DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
+
+
+def _assert_equal_or_refused(
+    shard: int, num_shards: int, num_samples: int, dtype: torch.dtype
+) -> None:
     outcomes = compare(
-        operators(shard, num_shards), num_samples=num_samples, skip=frozenset(EXCEPTIONS)
+        operators(shard, num_shards, dtype),
+        num_samples=num_samples,
+        skip=frozenset(EXCEPTIONS),
+        dtype=dtype,
     )
     print(len(outcomes.operators), "operators:", dict(outcomes.counts))
     print("refused:", outcomes.refused, "without a fake kernel:", outcomes.failed)
@@ -36,11 +45,13 @@ def _assert_equal_or_refused(shard: int, num_shards: int, num_samples: int) -> N
     assert outcomes.counts["equal"]
 
 
-def test_a_few_operators_are_as_in_eager():
-    _assert_equal_or_refused(3, 160, 1)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_few_operators_are_as_in_eager(dtype: torch.dtype):
+    _assert_equal_or_refused(3, 160, 1, dtype)
 
 
 @pytest.mark.slow  # some minutes for a shard
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shard", range(NUM_SHARDS))
-def test_every_operator_is_as_in_eager_or_refused(shard: int):
-    _assert_equal_or_refused(shard, NUM_SHARDS, 2)
+def test_every_operator_is_as_in_eager_or_refused(shard: int, dtype: torch.dtype):
+    _assert_equal_or_refused(shard, NUM_SHARDS, 2, dtype)
