@@ -93,6 +93,51 @@ def test_cumprod_has_the_gradient_of_eager_or_is_refused():
         assert all(map(torch.equal, captured(x), step(x)))
 
 
+def _twice(function):
+    def step(x, value):
+        x, value = (each.detach().requires_grad_() for each in (x, value))
+        result = function(x, value).square()
+        first = torch.autograd.grad(_weighted(result), (x, value), create_graph=True)
+        loss = _weighted(first[0]) + _weighted(first[1])
+        return loss.detach(), *torch.autograd.grad(loss, (x, value))
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, value: x.max() * value,
+        lambda x, value: x.masked_fill(x > 0.5, value),
+    ],
+)
+def test_refuses_second_derivatives_that_are_traced_otherwise(function):
+    message = r"differentiates a gradient \(create_graph=True\) .* Use amax, amin or torch.where:\n"
+    with pytest.raises(CaptureError, match=message):
+        trace_step(_twice(function))(torch.randn(5, 7), torch.tensor(0.3))
+
+
+def test_refuses_the_second_derivative_of_cumprod():
+    with pytest.raises(CaptureError, match="the step differentiates torch"):
+        trace_step(_twice(lambda x, value: x.cumprod(1) * value))(
+            torch.randn(5, 7), torch.tensor(0.3)
+        )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, value: x.amax() * value,
+        lambda x, value: torch.where(x > 0.5, value, x),
+        lambda x, value: torch.maximum(x.t().square(), value),
+    ],
+)
+def test_other_second_derivatives_are_those_of_eager(function):
+    torch.manual_seed(0)
+    step, given = _twice(function), (torch.randn(50, 70), torch.tensor(0.3))
+    _check_bits(trace_step(step)(*given).bind()(*given), step(*given))
+
+
 _BROADCAST = {
     "maximum": torch.maximum,
     "minimum": torch.minimum,

@@ -6,7 +6,8 @@ other strides. A trace records the operators of eager execution instead, or is r
 tensor subclasses are the same eagerly, and are left.
 
 The derivative of ``prod`` divides the product by the operand if no element is zero, and multiplies
-all other elements if it is traced. So does that of ``cumprod`` in the first supported versions.
+all other elements if it is traced. So does that of ``cumprod`` in the first supported versions, and
+where it is differentiated again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from gt_trace._torch_internals import OpOverload, is_derivative_of
 from gt_trace.capture.grad_mode_operators import WITH_GRAD_MODE
 from gt_trace.capture.inherit import first_forward
 from gt_trace.capture.kernel_strides import order_in_memory
+from gt_trace.capture.stack_traces import line_of_user
 from gt_trace.errors import CaptureError
 from gt_trace.node_metadata import is_backward, sequence_number
 
@@ -51,6 +53,7 @@ def _mul(mask: torch.Tensor, share: Any) -> Any:
     """Fill zeros with the share of each greatest element, instead of a product with the mask."""
     if mask.dtype is not torch.bool or not is_derivative_of(_SHARED_BY_EQUALS):
         return NotImplemented
+    _refuse_second_derivative()
     return share.new_zeros(mask.shape).masked_fill(mask, share)
 
 
@@ -58,7 +61,18 @@ def _where(mask: torch.Tensor, gradient: torch.Tensor, zero: torch.Tensor) -> An
     """Select what is to be summed, instead of a sum over zeros too."""
     if not is_derivative_of(("MaskedFill",)):
         return NotImplemented
+    _refuse_second_derivative()
     return gradient.masked_select(mask)
+
+
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():  # autograd records the operator that is replaced
+        raise CaptureError(
+            "the step differentiates a gradient (create_graph=True) of the greatest, least or "
+            "median element, or of the value of masked_fill, which PyTorch computes by another "
+            "formula while it is traced, with other last bits. Use amax, amin or torch.where:\n"
+            + line_of_user()
+        )
 
 
 EAGER_OPERATORS: dict[OpOverload, Callable[..., Any]] = {
@@ -85,7 +99,8 @@ def refuse_traced_derivatives(graph_module: GraphModule) -> None:
             number = sequence_number(product)
             nodes = [n for n in module.graph.nodes if sequence_number(n) == number]
             called = {each.target for each in nodes if is_backward(each)}
-            if called and torch.ops.aten.div.Tensor not in called:
+            divides = torch.ops.aten.div.Tensor in called
+            if called and not (divides and torch.ops.aten.stack.default not in called):
                 lines.append(_line(product))
     if lines:
         raise CaptureError(
