@@ -123,6 +123,7 @@ def asks_for_values(error: Exception) -> bool:
         isinstance(error, _DATA_DEPENDENT)
         or str(error).startswith((of_numpy, of_data))
         or (isinstance(error, TypeError) and "FakeTensor" in str(error))
+        or "SymIntArrayRef expected to contain only concrete integers" in str(error)
     )
 
 

@@ -294,3 +294,34 @@ def test_gradients_of_parameters_that_the_optimizer_does_not_hold_are_refused() 
         trace(torch.ones(2, 4))
     model[1].requires_grad_(False)
     trace(torch.ones(2, 4))
+
+
+def test_a_scheduler_that_cycles_momentum_is_refused_with_what_to_give_it() -> None:
+    mine = Training.of(lambda p: SGD(p, lr=rate(), momentum=0.9))
+    scheduler = lr_scheduler.OneCycleLR(mine.optimizer, max_lr=0.2, total_steps=10)
+    run = mine.captured()
+    scheduler.step()
+    with pytest.raises(
+        StateMismatchError, match=r"momentum .*; give a scheduler cycle_momentum=Fal"
+    ):
+        run(INPUTS[1])
+
+    eager, mine = (Training.of(lambda p: SGD(p, lr=rate(), momentum=0.9)) for _ in range(2))
+    schedulers = [
+        lr_scheduler.OneCycleLR(each.optimizer, max_lr=0.2, total_steps=10, cycle_momentum=False)
+        for each in (eager, mine)
+    ]
+    run = mine.captured()
+    for x in INPUTS[1:4]:
+        require_equal(eager, mine, run, [x])
+        for each in schedulers:
+            each.step()
+
+
+@pytest.mark.parametrize("kind", ["RAdam", "ASGD", "Adafactor"])
+def test_optimizers_that_decide_by_their_state_are_refused(kind: str) -> None:
+    mine = Training.of(lambda p: getattr(torch.optim, kind)(p))
+    with pytest.raises(
+        CaptureError, match=r"(?s)optimizer\.step\(\)\nThe optimizer decides by num"
+    ):
+        mine.captured()

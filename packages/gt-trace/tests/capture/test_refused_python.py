@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import warnings
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import rnn
 
 from gt_trace import CaptureError, InputMismatchError, trace_step
-from gt_trace.joint import export_joint_graph
+from gt_trace.joint import export_joint_graph, partition
 
 X = torch.ones(3, 4)
 gru = nn.GRU(4, 5, batch_first=True)
@@ -72,6 +73,14 @@ def calls_an_operator(x: Tensor) -> Tensor:
     return without_rule(x)
 
 
+def pads(x: Tensor) -> Tensor:
+    return nn.functional.pad(x, (0, x[0, 0].long()))
+
+
+def splits(x: Tensor) -> Any:
+    return torch.tensor_split(x, x[0, :2].long())
+
+
 PACKED = "Lengths of packed sequences are values; pass padded sequences, and mask what lies behind"
 VALUE = "the step needs the value of a tensor while it is captured, when tensors have none"
 REFUSED: dict[Callable[[Tensor], Any], tuple[str, str]] = {
@@ -84,6 +93,8 @@ REFUSED: dict[Callable[[Tensor], Any], tuple[str, str]] = {
     stores: (VALUE, "return what is to be printed or logged"),
     rounds: (VALUE, "decide outside of the step"),
     makes_a_tensor: (VALUE, "Compute with tensors"),
+    pads: (VALUE, "Compute with tensors"),
+    splits: (VALUE, "Compute with tensors"),
     nests: ("an operator has no rule for the tensors of a capture", "torch.library.register_fake"),
     calls_an_operator: ("an operator has no rule", "Register one (torch.library.register_fake)"),
 }
@@ -209,3 +220,134 @@ def test_dynamic_sizes_of_0_and_1_and_unequal_ones_are_refused_by_name() -> None
     for size in (0, 1, 5):
         y = torch.randn(2, size, 4)
         assert torch.equal(run(y), y * 2)
+
+
+linear = nn.Linear(4, 4)
+
+
+def converts(x: Tensor) -> Tensor:
+    return linear.double()(x.double())
+
+
+def assigns(x: Tensor) -> Tensor:
+    linear.load_state_dict({"weight": x[:1] * torch.ones(4, 4), "bias": x[0]}, assign=True)
+    return linear(x)
+
+
+def swaps_tensors(x: Tensor) -> Tensor:
+    torch.utils.swap_tensors(linear.weight, nn.Parameter(torch.ones(4, 4)))
+    return linear(x)
+
+
+def exchanges(x: Tensor) -> Tensor:
+    linear.weight = linear.weight * 2
+    return linear(x)
+
+
+@pytest.mark.parametrize("step", [converts, assigns, swaps_tensors, exchanges])
+def test_replaced_tensors_of_a_module_are_refused_with_their_line(
+    step: Callable[[Tensor], Any],
+) -> None:
+    wanted = r"(?s)replaces tensors or their memory.*in (\w+)\n.*linear.*Write the new values in pl"
+    with pytest.raises(CaptureError, match=wanted):
+        trace_step(step, module=linear)(X)
+    assert linear.weight.dtype == torch.float32
+
+
+def test_a_tensor_that_deepcopy_copies_is_refused_with_its_line() -> None:
+    with pytest.raises(CaptureError, match=r"(?s)copy\.deepcopy.*x\) \* 2.*detach\(\)\.clone"):
+        trace_step(lambda x: copy.deepcopy(x) * 2)(X)
+
+    class Copying(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return copy.deepcopy(self)(x)
+
+    with pytest.raises(CaptureError, match=r"(?s)copy\.deepcopy.*deepcopy\(self\).*detach"):
+        export_joint_graph(Copying(4, 4), (X,))
+
+
+BOUNDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "floats": lambda x: x.clone().random_(2, 9),
+    "whole numbers": lambda x: x.long().random_(-3, 5),
+    "transposed": lambda x: x.clone().t().random_(2, 9),
+    "a slice": lambda x: torch.cat([x, x.repeat(1, 2)[:, 1:5].random_(2, 9)]),
+    "one bound": lambda x: x.clone().random_(7) + x.clone().random_(),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_random_numbers_between_bounds_are_those_of_eager(name: str) -> None:
+    run = trace_step(BOUNDED[name])(X).bind()
+    torch.manual_seed(0)
+    found = [run(X), torch.rand(3)]
+    torch.manual_seed(0)
+    assert all(map(torch.equal, found, [BOUNDED[name](X), torch.rand(3)]))
+
+
+def test_a_joint_graph_draws_between_bounds() -> None:
+    class Drawing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * torch.empty_like(x).random_(2, 9)
+
+    module = Drawing(4, 4)
+    run = partition(export_joint_graph(module, (X,))).bind(module)
+    torch.manual_seed(0)
+    found = run(X)
+    torch.manual_seed(0)
+    assert torch.equal(found, module(X))
+
+
+def test_random_numbers_from_one_bound_on_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"(?s)cannot call random_.*None\).*Give both bounds"):
+        trace_step(lambda x: x.long().random_(2, None))(X)
+
+
+OLD_PARAMETRIZATIONS = [nn.utils.weight_norm, nn.utils.spectral_norm]
+
+
+@pytest.mark.parametrize("old", OLD_PARAMETRIZATIONS)
+def test_old_parametrizations_are_refused_and_the_new_ones_are_those_of_eager(old: Any) -> None:
+    torch.manual_seed(0)
+    module = old(nn.Linear(4, 4))
+    wanted = rf"became another tensor.*; use torch\.nn\.utils\.parametrizations\.{old.__name__}"
+    with pytest.raises(CaptureError, match=wanted):
+        trace_step(lambda x: module(x).detach(), module=module)(X)
+    new = getattr(nn.utils.parametrizations, old.__name__)(nn.Linear(4, 4))
+    again = copy.deepcopy(new)
+
+    def step_of(module: nn.Module) -> Callable[[Tensor], list[Tensor]]:
+        def step(x: Tensor) -> list[Tensor]:
+            loss = module(x).square().mean()
+            return [loss, *torch.autograd.grad(loss, list(module.parameters()))]
+
+        return step
+
+    run, wanted_step = trace_step(step_of(new), module=new)(X).bind(new), step_of(again)
+    for _ in range(2):  # power iterations of spectral norms go on
+        assert all(map(torch.equal, run(X), wanted_step(X)))
+
+
+def test_an_exchanged_module_is_another_one_of_its_kind() -> None:
+    pair = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+
+    def step(x: Tensor) -> Tensor:
+        pair["a"], pair["b"] = pair["b"], pair["a"]
+        return pair["a"](x)
+
+    with pytest.raises(CaptureError, match=r"module\.a was a Linear, and became another Linear"):
+        trace_step(step, module=pair)(X)
+
+
+def test_counters_of_executed_code_have_a_name() -> None:
+    names: dict[str, Any] = {"n": 0}
+    exec("def count():\n global n\n n += 1\n return n", names)
+    count = names["count"]
+    with pytest.raises(CaptureError, match=r"executed code\.n was 0, and became 1"):
+        trace_step(lambda x: x * count())(X)
+
+
+def test_an_equal_constant_is_listed_once() -> None:
+    table = torch.ones(4)
+    with pytest.raises(CaptureError) as caught:
+        trace_step(lambda x: x * table + x * table.exp() + table)(X)
+    assert str(caught.value).count("torch.float32 [4]") == 1

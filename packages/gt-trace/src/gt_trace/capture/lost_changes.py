@@ -184,12 +184,25 @@ def _hooks_in(module: nn.Module | None) -> list[int]:
 
 def _line(change: Change) -> str:
     place = change.holder.place(change.key)
-    where = _where_set(change)
+    where = _where_set(change) + _remedy(change)
     if change.before is MISSING:
         return f"{place} is new: {_shown(change.after)}{where}"
     if change.after is MISSING:
         return f"{place} was {_shown(change.before)}, and is gone{where}"
-    return f"{place} was {_shown(change.before)}, and became {_shown(change.after)}{where}"
+    before, after = _shown(change.before), _shown(change.after)
+    if before == after and before.startswith("a "):
+        after = f"another {before[2:]}"
+    return f"{place} was {before}, and became {after}{where}"
+
+
+def _remedy(change: Change) -> str:
+    """Return what replaces hooks of PyTorch that assign a weight before each forward."""
+    hooks = getattr(change.holder.target, "_forward_pre_hooks", None) or {}
+    for hook in hooks.values():
+        package, _, name = type(hook).__module__.rpartition(".")
+        if package == "torch.nn.utils" and name in ("weight_norm", "spectral_norm"):
+            return f"; use torch.nn.utils.parametrizations.{name}, which assigns nothing"
+    return ""
 
 
 def _shown(value: Any) -> str:

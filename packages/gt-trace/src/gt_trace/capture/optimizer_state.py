@@ -188,9 +188,12 @@ def group_problems(captured: Sequence[CapturedGroup], now: Sequence[CapturedGrou
             was = old.constants.get(key, _NO_CONSTANT)
             value = new.constants.get(key, _NO_CONSTANT)
             if not _is_same(value, was):
+                remedy = "pass a tensor if it must vary, or capture again"
+                if key in ("betas", "momentum"):
+                    remedy = "give a scheduler cycle_momentum=False, or capture again"
                 problems.append(
                     f"group {index} of the optimizer has {key} {value!r}, captured with {was!r}; "
-                    "pass a tensor if it must vary, or capture again"
+                    f"{remedy}"
                 )
     return problems
 

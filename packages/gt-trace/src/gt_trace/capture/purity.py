@@ -7,6 +7,7 @@ a capture the values of tensors, so that Python cannot decide by them.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import traceback
@@ -41,12 +42,35 @@ def refuse_data_dependence() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not asks_for_values(error) and not lacks_fake_kernel(error):
-            raise
         frames = list(traceback.walk_tb(error.__traceback__))
-        lines = [frame for frame in frames if is_of_user(frame[0].f_code)]
+        replaces = any(each in str(error) for each in _REPLACING) and not isinstance(
+            error, CaptureError
+        )
+        copies = str(error).startswith("Only Tensors created explicitly by the user") or (
+            isinstance(error, RecursionError)
+            and any(frame.f_code.co_filename.endswith("fake_tensor.py") for frame, _ in frames)
+        )
+        if not (replaces or copies or asks_for_values(error) or lacks_fake_kernel(error)):
+            raise
+        lines = [
+            frame
+            for frame in frames
+            if is_of_user(frame[0].f_code) and frame[0].f_code.co_filename != copy.__file__
+        ]
         where = "".join(traceback.StackSummary.extract(iter(lines[-1:])).format()).rstrip()
         what = str(error).strip().partition("\n")[0].partition(" (unhinted")[0]
+        if replaces:
+            raise CaptureError(
+                "the step replaces tensors or their memory, and a replay would not replace them "
+                f"({what}):\n{where}\nWrite the new values in place (with torch.no_grad(): "
+                "tensor.copy_(values)), or do it outside of the step"
+            ) from error
+        if copies:
+            raise CaptureError(
+                "copy.deepcopy copies a tensor while the step is traced, and a trace does not "
+                f"follow that copy:\n{where}\nUse tensor.detach().clone(), or copy outside of the "
+                "step"
+            ) from error
         if lacks_fake_kernel(error):
             raise CaptureError(
                 "an operator has no rule for the tensors of a capture, which have no values "
@@ -54,6 +78,16 @@ def refuse_data_dependence() -> Iterator[None]:
                 "other operators"
             ) from error
         raise CaptureError(values_needed(what, where, _remedy(frames))) from error
+
+
+_REPLACING = (
+    "_apply(): Couldn't swap",
+    "Cannot swap t",
+    "Cannot swap_tensors",
+    "cannot assign 'torch.",
+    "argument of type: <class 'torch.storage",
+)
+"""Parts of the errors that PyTorch raises where Python replaces a tensor of a trace."""
 
 
 def values_needed(what: str, where: str, remedy: str = "") -> str:
@@ -83,6 +117,12 @@ def _remedy(frames: Sequence[tuple[FrameType, int]]) -> str:
         file = frame.f_code.co_filename.replace(os.sep, "/")
         if "/torch/distributions/" in file:
             return "A distribution checks its parameters and values; pass validate_args=False to it"
+        if "/torch/optim/" in file:
+            return (
+                "The optimizer decides by numbers in its tensors. Step it outside of the capture, "
+                "with gradients that the step returns, or use one without such decisions (SGD, "
+                "Adam, AdamW)"
+            )
         is_packed = file.endswith("/torch/nn/modules/rnn.py") and (
             frame.f_locals.get("batch_sizes") is not None
         )
@@ -217,4 +257,4 @@ def _constants(graph_module: GraphModule, state: Mapping[int, str]) -> list[str]
         owner = state.get(storage_key(value))
         of = f", the memory of {owner}, which the step must read from the module" if owner else ""
         problems.append(f"{value.dtype} {list(value.shape)}{of}{at}")
-    return problems
+    return list(dict.fromkeys(problems))

@@ -386,7 +386,7 @@ class PythonState:
         self._globals(value.__globals__, _names(value.__code__))
 
     def _globals(self, held: dict[str, Any], names: frozenset[str]) -> None:
-        module = str(held.get("__name__"))
+        module = str(held.get("__name__", "executed code"))
         if _package(module) in _FOREIGN | _OWN:
             return
         if id(held) not in self._seen:

@@ -75,8 +75,26 @@ def _refuse_second_derivative() -> None:
         )
 
 
+def _random(tensor: torch.Tensor, low: int, high: int | None, **options: Any) -> torch.Tensor:
+    """Draw by an operator whose name Python can read; that of ``random_(low, high)`` is `from`."""
+    if high is None or options.get("generator") is not None:
+        raise CaptureError(
+            "a graph cannot call random_ with a lower bound and a generator, or without an upper "
+            f"bound:\n{line_of_user()}\nGive both bounds and no generator, or use torch.randint"
+        )
+    return torch.randint_like(tensor, low, high)
+
+
+def _random_in_place(
+    tensor: torch.Tensor, low: int, high: int | None, **options: Any
+) -> torch.Tensor:
+    return tensor.copy_(_random(tensor, low, high, **options))
+
+
 EAGER_OPERATORS: dict[OpOverload, Callable[..., Any]] = {
     **WITH_GRAD_MODE,
+    getattr(torch.ops.aten.random, "from"): _random,
+    getattr(torch.ops.aten.random_, "from"): _random_in_place,
     torch.ops.aten.masked_fill.Scalar: _masked_fill,
     torch.ops.aten.mul.Tensor: _mul,
     torch.ops.aten.where.self: _where,
