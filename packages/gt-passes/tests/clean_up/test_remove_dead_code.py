@@ -8,9 +8,12 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from pass_graphs import capture_dead, collectives, program, run_pass, same_bits, unshard
+from torch import nn
 from torch.fx import GraphModule
 
-from gt_passes import RemoveDeadCode
+from gt_config import CompileConfig
+from gt_passes import RemoveDeadCode, optimize
+from gt_trace import trace_step
 
 aten = torch.ops.aten
 X = torch.arange(12, dtype=torch.float32).reshape(3, 4)
@@ -208,3 +211,17 @@ def test_can_remove_one_of_two_waits_for_a_collective():
 
     graph_module = capture_dead(step, X, alive=1)
     assert run_pass(RemoveDeadCode(), graph_module).counts == {"removed": 1}
+
+
+def test_removes_an_lstm_whose_results_are_unused():
+    lstm = nn.LSTM(4, 4, batch_first=True)
+
+    def step(x):
+        lstm(x)
+        return x * 2
+
+    x = torch.randn(2, 3, 4)
+    traced = trace_step(step, module=lstm)(x)
+    optimize(traced, CompileConfig(memory_policy="save_all"))  # which verifies
+    assert "mkldnn_rnn_layer" not in traced.graph_module.code
+    assert torch.equal(traced.bind(lstm)(x), step(x))

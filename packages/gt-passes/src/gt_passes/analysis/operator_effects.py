@@ -31,9 +31,10 @@ _KNOWN_NAMESPACES = frozenset(
         "_c10d_functional_autograd",
         "_dtensor",
         "symm_mem",
+        "gt_trace",  # operators of aten that take the grad mode as an argument
     }
 )
-"""Operators of PyTorch: their schemas and tags say everything that they do."""
+"""Operators of PyTorch and gt-trace: their schemas and tags say everything that they do."""
 
 _TAGS_OF_PURE_OPERATORS = frozenset(
     {torch.Tag.core, torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.view_copy}
