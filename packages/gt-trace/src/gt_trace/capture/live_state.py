@@ -21,6 +21,7 @@ from gt_trace.capture.given_tensors import GivenTensors, refuse_data_assignments
 from gt_trace.capture.input_uses import InputUse
 from gt_trace.capture.module_state import StateSlot
 from gt_trace.capture.purity import values_needed
+from gt_trace.capture.singular_values import VALUES_OF, computes_values, without_vectors
 from gt_trace.capture.stack_traces import is_of_user, line_of_user
 from gt_trace.capture.thread_settings import (
     ATTENTION,
@@ -47,7 +48,9 @@ _MEMORY = (
 )
 """Functions by which Python reads in which memory a tensor lies."""
 
-_CHECKED = frozenset({*_DIFFERENTIATING, *_FORMATTING, *_LAYOUT_READS, *_MEMORY, ATTENTION})
+_CHECKED = frozenset(
+    {*VALUES_OF, *_DIFFERENTIATING, *_FORMATTING, *_LAYOUT_READS, *_MEMORY, ATTENTION}
+)
 
 
 class LiveState(TorchFunctionMode):
@@ -90,6 +93,9 @@ class LiveState(TorchFunctionMode):
             refuse_inference_mode(line_of_user())
         if func in _CHECKED:
             self._check(func, args, kwargs or {})
+            if computes_values(func, args, kwargs or {}):
+                with without_vectors():
+                    return self.call(func, args, self._replaced(dict(kwargs or {})))
         return self.call(func, args, self._replaced(dict(kwargs)) if kwargs else {})
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -139,7 +145,7 @@ class LiveState(TorchFunctionMode):
         elif func in _FORMATTING:
             if line := _formatting_line():
                 raise CaptureError(values_needed(func.__qualname__, line))
-        elif _is_called_by_user(func.__name__):
+        elif (func in _MEMORY or func in _LAYOUT_READS) and _is_called_by_user(func.__name__):
             if func in _MEMORY:
                 name = getattr(func, "__self__", func).__name__
                 raise CaptureError(

@@ -22,6 +22,7 @@ from gt_trace._torch_internals import OpOverload, is_derivative_of
 from gt_trace.capture.grad_mode_operators import WITH_GRAD_MODE
 from gt_trace.capture.inherit import first_forward
 from gt_trace.capture.kernel_strides import order_in_memory
+from gt_trace.capture.singular_values import WITHOUT_VECTORS
 from gt_trace.capture.stack_traces import line_of_user
 from gt_trace.errors import CaptureError
 from gt_trace.node_metadata import is_backward, sequence_number
@@ -93,6 +94,7 @@ def _random_in_place(
 
 EAGER_OPERATORS: dict[OpOverload, Callable[..., Any]] = {
     **WITH_GRAD_MODE,
+    **WITHOUT_VECTORS,
     getattr(torch.ops.aten.random, "from"): _random,
     getattr(torch.ops.aten.random_, "from"): _random_in_place,
     torch.ops.aten.masked_fill.Scalar: _masked_fill,
