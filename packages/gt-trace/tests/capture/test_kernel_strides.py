@@ -114,3 +114,14 @@ def test_a_step_on_turned_activations_is_eager_s(name: str, is_dynamic: bool):
     traced = trace_step(step, module=model)(*batch)
     for got, want in zip(traced.bind(model)(*batch), expected, strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("function", [torch.exp, torch.clone, F.gelu, lambda x: x + torch.ones(4)])
+@pytest.mark.parametrize("windows", [((2, 4), (1, 1)), ((2, 3, 4), (1, 2, 1)), ((4, 4), (1, 2))])
+def test_results_of_overlapping_windows_lie_as_in_eager(windows, function):
+    def step(x):
+        y = function(torch.as_strided(x, *windows))
+        return y * (2 if y.is_contiguous() else 3)
+
+    x = torch.randn(6, 4)
+    assert torch.equal(trace_step(step)(x).bind()(x), step(x))

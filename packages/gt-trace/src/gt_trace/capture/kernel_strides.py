@@ -280,7 +280,7 @@ def _measured(
     """Return how the results of the kernel lie; None if it takes no operands of that kind."""
     sizes = sorted({size for each in layouts for size in each.shape if size > 1})
     used = {0: 0, 1: 1, **{size: size for size in sizes}}
-    if _takes_any_sizes(func):
+    if _takes_any_sizes(func) and not any(map(_shares_elements, layouts)):
         used |= {size: rank + 2 for rank, size in enumerate(sizes)}
     elif any(math.prod(each.shape) > _MOST_ELEMENTS for each in layouts):
         return None
@@ -320,9 +320,26 @@ def _run(
             return None
 
 
+def _shares_elements(layout: _Layout) -> bool:
+    """Return whether elements share memory other than by a stride of 0, as those of windows do."""
+    extent = 1
+    for step, size in sorted(zip(layout.stride, layout.shape, strict=True)):
+        if step and size > 1:
+            if step < extent:
+                return True
+            extent += step * (size - 1)
+    return False
+
+
 def _real(layout: _Layout, sizes: Mapping[int, int]) -> torch.Tensor:
-    """Return a tensor of other sizes whose dims lie in the same order, dense where it was."""
+    """Return a tensor of other sizes whose dims lie in the same order, dense where it was.
+
+    If elements share memory, sizes are the same, and strides are too.
+    """
     shape, stride, dtype, device = layout
+    if _shares_elements(layout):
+        extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        return torch.ones(extent, dtype=dtype, device=device).as_strided(shape, stride)
     new_shape = [sizes[size] for size in shape]
     new_stride = [0] * len(shape)
     step = new_step = 1
