@@ -15,7 +15,7 @@ import random
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -35,6 +35,7 @@ from torch.fx import GraphModule
 from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_config.numerics import Numerics
 from gt_passes import GraphPass, PassContext, PassManager, PassReport, VerificationError
+from gt_passes.analysis.tensor_signature import signature
 from gt_passes.registry import find_passes
 
 EDITED_STEPS = (
@@ -108,7 +109,10 @@ def try_edits(step: StepGraph, *, num_edits: int, seed: int) -> Outcomes:
     assert are_equal_bits(expected, run_with_peers(step.graph_module, inputs))
     counts: Counter[str] = Counter()
     wrong = []
+    recorded = _recorded(step.graph_module)
     for number in range(num_edits):
+        if _recorded(step.graph_module) != recorded:  # an operator resized its ``out``
+            step = edited_step(step.name)
         told: list[str] = []
         edit = RandomEdit(
             draw=draw_of(step, number, seed=seed),
@@ -135,6 +139,11 @@ def try_edits(step: StepGraph, *, num_edits: int, seed: int) -> Outcomes:
             if not is_same:
                 wrong.append(_told(step, seed, number, told, how))
     return Outcomes(num_by_outcome=counts, wrong=wrong)
+
+
+def _recorded(graph_module: GraphModule) -> list[Hashable]:
+    """What is recorded of each value; copies of a graph share the values."""
+    return [signature(node.meta.get("val")) for node in graph_module.graph.nodes]
 
 
 def _told(step: StepGraph, seed: int, number: int, edits: list[str], how: str) -> str:
