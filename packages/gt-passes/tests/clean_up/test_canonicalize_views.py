@@ -11,8 +11,10 @@ from expecttest import assert_expected_inline
 from pass_graphs import capture, node_of, program, run_pass, same_bits
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from gt_config import CompileConfig
 from gt_config.node_keys import ChunkAnnotation
-from gt_passes import CanonicalizeViews, PassContext, PassManager
+from gt_passes import CanonicalizeViews, PassContext, PassManager, optimize
+from gt_trace import trace_step
 from gt_trace.node_metadata import write_annotation
 
 aten = torch.ops.aten
@@ -299,3 +301,13 @@ def test_long_chains_fold_from_the_front():
         return x.cos()
 
     assert canonical(step, X) == NOTHING_LEFT
+
+
+def test_keeps_a_part_of_an_expanded_input_that_is_expanded_again():
+    def step(x):
+        return x[:1].expand(x.shape).sin()
+
+    x = X[:1].expand(3, 3, 4)
+    traced = trace_step(step)(x)
+    optimize(traced, CompileConfig(memory_policy="save_all"))  # which verifies
+    assert torch.equal(traced.bind()(x), step(x))

@@ -182,6 +182,8 @@ class _Canonicalization:
             ancestor = _source(ancestor)
             if ancestor is not None and self._signature(ancestor) == signed:
                 return ancestor
+            if _has_fewer_elements(ancestor, node):  # a part, expanded over a dim of stride 0
+                return None
         return None
 
     def _compose(self, node: Node) -> None:
@@ -266,6 +268,14 @@ def _fills_storage(node: Node) -> bool:
     if not isinstance(value, torch.Tensor) or is_symbolic(signature(value)):
         return False
     return value.untyped_storage().nbytes() == value.numel() * value.element_size()
+
+
+def _has_fewer_elements(node: Node | None, other: Node) -> bool:
+    one, two = (None if each is None else value_of(each) for each in (node, other))
+    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
+        return False
+    sizes = one.numel(), two.numel()
+    return all(type(size) is int for size in sizes) and sizes[0] < sizes[1]
 
 
 def _is_input(node: Node) -> bool:
