@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gt_trainer import device
+from gt_trainer.steps.program import TracingOptions, capture_program
 
 device.install("cpu")  # before the imports below, whose modules copy their device
 
@@ -29,7 +30,7 @@ from gt_trace import load, save  # noqa: E402
 from gt_trace.garbage_collection import held_garbage_collection  # noqa: E402
 from gt_trainer.dry_run.fake_step import FakeStep, fake_step  # noqa: E402
 from gt_trainer.startup import StartupClock  # noqa: E402
-from gt_trainer.steps.captured_step import capture_training_step  # noqa: E402
+from gt_trainer.steps.captured_step import whole_step  # noqa: E402
 from gt_trainer.steps.recipe import recipe_of  # noqa: E402
 
 __all__ = ["main"]
@@ -56,17 +57,19 @@ def main(way: str, workload: str, num_layers: str, file: str) -> None:
 
 def _capture(config: Any, step: FakeStep, file: Path, parts: dict[str, float]) -> dict[str, Any]:
     with _timed(parts, "capture and passes"):
-        report = capture_training_step(
-            step.model,
-            step.loss_fn,
-            *step.inputs,
+        report = capture_program(
+            whole_step(
+                step.model,
+                step.loss_fn,
+                *step.inputs,
+                options=TracingOptions(meta_device=step.meta_device),
+            ),
             recipe=recipe_of(config.compile, compiler=DescribeOnly()),
             clock=StartupClock(),
-            meta_device=step.meta_device,
         )
     with _timed(parts, "write"):
-        save(report.traced, file)
-    return {"nodes": len(report.traced.graph_module.graph.nodes)}
+        save(report.program.traced, file)
+    return {"nodes": len(report.program.traced.graph_module.graph.nodes)}
 
 
 def _load(config: Any, step: FakeStep, file: Path, parts: dict[str, float]) -> dict[str, Any]:

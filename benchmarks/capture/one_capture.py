@@ -25,6 +25,7 @@ import torch
 _AT_REST = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 from gt_trainer import device  # noqa: E402  # memory with torch alone is read first
+from gt_trainer.steps.program import TracingOptions  # noqa: E402
 
 device.install("cpu")  # before the imports below, whose modules copy their device
 
@@ -119,8 +120,7 @@ def _our_capture(step: FakeStep, contestant: CaptureLayers) -> dict[str, Any]:
         step.model,
         step.loss_fn,
         *step.inputs,
-        capture_layers=contestant,
-        meta_device=step.meta_device,
+        options=TracingOptions(capture_layers=contestant, meta_device=step.meta_device),
     )
     if stamping is not None and not stamping.stamped:
         raise RuntimeError(f"nothing was stamped: {stamping}")

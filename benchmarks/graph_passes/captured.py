@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gt_trainer import device
+from gt_trainer.steps.program import TracingOptions, capture_program
 
 device.install("cpu")  # before the imports below, whose modules copy their device
 
@@ -21,7 +22,7 @@ from gt_trace import TracedStep  # noqa: E402
 from gt_trainer.dry_run.fake_step import fake_step  # noqa: E402
 from gt_trainer.models.llama3 import llama3_8b, llama3_405b  # noqa: E402
 from gt_trainer.startup import StartupClock  # noqa: E402
-from gt_trainer.steps.captured_step import capture_training_step  # noqa: E402
+from gt_trainer.steps.captured_step import whole_step  # noqa: E402
 
 __all__ = ["WORKLOADS", "CapturedModel", "CapturedWorkload", "captured_model"]
 
@@ -73,15 +74,17 @@ def captured_model(num_layers: int, workload: CapturedWorkload) -> Iterator[Capt
     ]
     with fake_step(config, workload.world_size) as step:
         begin = time.process_time()
-        report = capture_training_step(
-            step.model,
-            step.loss_fn,
-            *step.inputs,
+        report = capture_program(
+            whole_step(
+                step.model,
+                step.loss_fn,
+                *step.inputs,
+                options=TracingOptions(meta_device=step.meta_device),
+            ),
             recipe=lambda context, graph: PassManager([], context=context, verify=False),
             clock=StartupClock(),
-            meta_device=step.meta_device,
         )
         seconds = time.process_time() - begin
         yield CapturedModel(
-            num_layers=num_layers, traced=report.traced, capture_cpu_seconds=seconds
+            num_layers=num_layers, traced=report.program.traced, capture_cpu_seconds=seconds
         )

@@ -26,7 +26,7 @@ from training_cases import Case, RecordingTrainer, close, differing, local, same
 
 from gt_trace import collective_counts
 from gt_trainer.metrics.metrics_history import read_metrics
-from gt_trainer.steps.reduce_once_step import UnlikeMicrobatchesError
+from gt_trainer.steps.program_step import UnlikeMicrobatchesError
 from gt_trainer.steps.step_check import NonFiniteGradientsError
 from gt_trainer.trainer import GraphTrainer
 

@@ -16,9 +16,10 @@ from gt_trainer.dry_run.dry_run import dry_run
 from gt_trainer.dry_run.fake_step import FakeStep, fake_step
 from gt_trainer.models.llama3 import llama3_debugmodel
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_microbatches import capture_accumulation
-from gt_trainer.steps.captured_step import capture_training_step
+from gt_trainer.steps.captured_microbatches import microbatches
+from gt_trainer.steps.captured_step import whole_step
 from gt_trainer.steps.gradients import accumulate_gradients
+from gt_trainer.steps.program import capture_program
 from gt_trainer.steps.recipe import recipe_of
 from gt_trainer.trainer import GraphTrainer
 
@@ -66,14 +67,16 @@ def measured_bytes(config: GraphTrainer.Config, num_microbatches: int) -> int:
 
         held = [*_plain(step), *inputs]
         if config.compile.accumulation == "reduce_once":
-            report = capture_accumulation(
-                *arguments, num_microbatches=num_microbatches, recipe=recipe, clock=clock
+            report = capture_program(
+                microbatches(*arguments, num_microbatches=num_microbatches),
+                recipe=recipe,
+                clock=clock,
             )
-            accumulated = AccumulatedStep(report.graphs, step.model)
+            accumulated = AccumulatedStep(report.program.cut, step.model)
             return measure_peak_bytes_of(run_once, held=held)
-        bound = capture_training_step(*arguments, recipe=recipe, clock=clock).traced.bind(
-            step.model
-        )
+        bound = capture_program(
+            whole_step(*arguments), recipe=recipe, clock=clock
+        ).program.traced.bind(step.model)
         return measure_peak_bytes_of(run_each, held=held)
 
 

@@ -43,7 +43,8 @@ from gt_trainer.decoder import attention as attention_of_trainer
 from gt_trainer.dry_run.fake_step import fake_step
 from gt_trainer.models import adapt
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_step import CaptureReport, capture_training_step
+from gt_trainer.steps.captured_step import WholeStep, whole_step
+from gt_trainer.steps.program import CaptureReport, TracingOptions, capture_program
 from gt_trainer.steps.recipe import recipe_of
 
 _compiled = torch.compile(flex_attention, backend="eager")
@@ -108,7 +109,9 @@ def refusal_of_another_length(case: Case, folder: str) -> str:
         return message_of_another_shape(case, folder)
 
 
-def fake_capture(model: str, mesh: str, options: Mapping[str, Any], **recipe: Any) -> CaptureReport:
+def fake_capture(
+    model: str, mesh: str, options: Mapping[str, Any], **recipe: Any
+) -> CaptureReport[WholeStep]:
     """Two layers of a model on a mesh that does not exist, with the passes of a run on GPUs.
 
     Regions are made, and nothing is compiled.
@@ -129,19 +132,23 @@ def fake_capture(model: str, mesh: str, options: Mapping[str, Any], **recipe: An
             setattr(config.parallelism, degree, value)
         config.compile = dataclasses.replace(config.compile, **options)
         with fake_step(config, world_size) as step:
-            return capture_training_step(
-                step.model,
-                step.loss_fn,
-                *step.inputs,
+            return capture_program(
+                whole_step(
+                    step.model,
+                    step.loss_fn,
+                    *step.inputs,
+                    options=TracingOptions(
+                        ep_overlap=config.compile.ep_overlap,
+                        capture_layers="full",
+                        meta_device=step.meta_device,
+                    ),
+                ),
                 recipe=recipe_of(config.compile, compiler=DescribeOnly(), **recipe),
                 clock=StartupClock(),
-                ep_overlap=config.compile.ep_overlap,
-                capture_layers="full",
-                meta_device=step.meta_device,
             )
 
 
-def compiled_operators(report: CaptureReport) -> dict[str, int]:
+def compiled_operators(report: CaptureReport[WholeStep]) -> dict[str, int]:
     """What stands in regions, and FlexAttention's operators wherever they stand, counted."""
     (graph_module,) = report.graph_modules
     bare = [str(node.target) for node in graph_module.graph.nodes]

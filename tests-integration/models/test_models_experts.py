@@ -15,6 +15,7 @@ from torchtitan.models.common.moe import GroupedExperts
 
 from gt_trainer.dry_run.fake_step import fake_step
 from gt_trainer.steps.captured_step import trace_training_step
+from gt_trainer.steps.program import TracingOptions
 from gt_trainer.trainer import GraphTrainer
 
 DEBUG_MIXTURES = ("qwen3-MoE", "deepseek_v3")
@@ -36,8 +37,7 @@ def captured(config: GraphTrainer.Config, world_size: int) -> fx.Graph:
             step.model,
             step.loss_fn,
             *step.inputs,
-            capture_layers="full",
-            meta_device=step.meta_device,
+            options=TracingOptions(capture_layers="full", meta_device=step.meta_device),
         )
     return traced.graph_module.graph
 

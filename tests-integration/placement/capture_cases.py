@@ -12,7 +12,8 @@ from gt_passes import DescribeOnly, PassContext, PassManager, PassManagerReport
 from gt_trace import graph_text
 from gt_trainer.dry_run.fake_step import fake_step
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_step import capture_training_step
+from gt_trainer.steps.captured_step import whole_step
+from gt_trainer.steps.program import TracingOptions, capture_program
 from gt_trainer.steps.recipe import recipe_of
 from gt_trainer.trainer import GraphTrainer
 
@@ -53,13 +54,15 @@ def _captured(config: GraphTrainer.Config) -> str:
         return manager
 
     with fake_step(config, WORLD_SIZE) as step:
-        capture_training_step(
-            step.model,
-            step.loss_fn,
-            *step.inputs,
+        capture_program(
+            whole_step(
+                step.model,
+                step.loss_fn,
+                *step.inputs,
+                options=TracingOptions(meta_device=step.meta_device),
+            ),
             recipe=recorded,
             clock=StartupClock(),
-            meta_device=step.meta_device,
         )
     (text,) = texts
     return text

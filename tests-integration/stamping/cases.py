@@ -14,7 +14,8 @@ from gt_passes import DescribeOnly
 from gt_trace.stamping import StampReport
 from gt_trainer.dry_run.fake_step import fake_step
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_step import CaptureReport, capture_training_step
+from gt_trainer.steps.captured_step import WholeStep, whole_step
+from gt_trainer.steps.program import CaptureReport, TracingOptions, capture_program
 from gt_trainer.steps.recipe import recipe_of
 from gt_trainer.trainer import GraphTrainer
 
@@ -87,7 +88,7 @@ def with_layers(config: GraphTrainer.Config, num_layers: int) -> GraphTrainer.Co
     return config
 
 
-def compared_capture(cell: Cell) -> tuple[StampReport, CaptureReport]:
+def compared_capture(cell: Cell) -> tuple[StampReport, CaptureReport[WholeStep]]:
     """Capture with the comparison switched on, and run the default passes with the verifier.
 
     Raises:
@@ -98,7 +99,7 @@ def compared_capture(cell: Cell) -> tuple[StampReport, CaptureReport]:
     return report.stamping, report
 
 
-def passed_both_ways(cell: Cell) -> tuple[CaptureReport, CaptureReport]:
+def passed_both_ways(cell: Cell) -> tuple[CaptureReport[WholeStep], CaptureReport[WholeStep]]:
     """Capture by stamping and in full, apart, and run the passes of ``cell.options`` on both.
 
     The compiler passes only say what they would do: generated code is a function of the graph.
@@ -109,24 +110,28 @@ def passed_both_ways(cell: Cell) -> tuple[CaptureReport, CaptureReport]:
     return _captured(cell, "stamped"), _captured(cell, "full")
 
 
-def _captured(cell: Cell, capture_layers: CaptureLayers) -> CaptureReport:
+def _captured(cell: Cell, capture_layers: CaptureLayers) -> CaptureReport[WholeStep]:
     config = getattr(importlib.import_module(f"gt_trainer.models.{cell.module}"), cell.config)()
     with_layers(config, cell.num_layers)
     for name, degree in cell.degrees.items():
         setattr(config.parallelism, name, degree)
     config.compile = replace(config.compile, **cell.options)
     with fake_step(config, cell.world_size) as step:
-        return capture_training_step(
-            step.model,
-            step.loss_fn,
-            *step.inputs,
+        return capture_program(
+            whole_step(
+                step.model,
+                step.loss_fn,
+                *step.inputs,
+                options=TracingOptions(
+                    ep_overlap=config.compile.ep_overlap,
+                    capture_layers=capture_layers,
+                    meta_device=step.meta_device,
+                ),
+            ),
             recipe=recipe_of(
                 config.compile,
                 reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
                 compiler=DescribeOnly(),
             ),
             clock=StartupClock(),
-            ep_overlap=config.compile.ep_overlap,
-            capture_layers=capture_layers,
-            meta_device=step.meta_device,
         )

@@ -18,6 +18,7 @@ from gt_trace.stamping import StampReport, step_differences
 from gt_trainer.dry_run.fake_step import fake_step
 from gt_trainer.models.catalog import CATALOG, CatalogEntry
 from gt_trainer.steps.captured_step import trace_training_step
+from gt_trainer.steps.program import TracingOptions
 
 NUM_TRACED = {
     "llama3_8b": (4, 32),
@@ -47,8 +48,7 @@ def captured(
                 step.model,
                 step.loss_fn,
                 *step.inputs,
-                capture_layers=capture_layers,
-                meta_device=step.meta_device,
+                options=TracingOptions(capture_layers=capture_layers, meta_device=step.meta_device),
             )
             assert report is None or isinstance(report, StampReport)
             made.append((traced, report, time.process_time() - begin))

@@ -21,7 +21,8 @@ from gt_config import EpOverlapConfig
 from gt_passes.analysis.outlined_region import nodes_with_bodies, region_of
 from gt_trace.stamping import step_differences
 from gt_trace.testing import GlooWorkers
-from gt_trainer.steps.captured_step import CaptureReport
+from gt_trainer.steps.captured_step import WholeStep
+from gt_trainer.steps.program import CaptureReport
 
 DEPTHS = (5, 6, 8, 32)
 QUICK = (("llama3", "FSDP x TP", 5), ("deepseek_v3", "EP on all of FSDP", 6))
@@ -117,17 +118,17 @@ OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
 QUICK_OPTIONS = ("selective",)
 
 
-def assert_same_graphs(stamped: CaptureReport, full: CaptureReport) -> None:
+def assert_same_graphs(stamped: CaptureReport[WholeStep], full: CaptureReport[WholeStep]) -> None:
     """In everything; of regions for Inductor, which are objects of their own, in their bodies."""
-    differences = step_differences(stamped.traced, full.traced)
+    differences = step_differences(stamped.program.traced, full.program.traced)
     assert [line for line in differences if not line.startswith("attributes")] == []
     assert regions_of(stamped) == regions_of(full)
     assert bool(differences) == bool(regions_of(full))
 
 
-def regions_of(report: CaptureReport) -> dict[str, str]:
+def regions_of(report: CaptureReport[WholeStep]) -> dict[str, str]:
     """The code of the body of each region, by the name of the node that calls it."""
-    nodes = report.traced.graph_module.graph.nodes
+    nodes = report.program.traced.graph_module.graph.nodes
     regions = {node.name: region_of(node) for node in nodes}
     return {name: region.body.code for name, region in regions.items() if region is not None}
 
@@ -169,7 +170,7 @@ def test_layers_with_torchtitans_own_attention_are_stamped_alike(
         assert stamping.compared
         stamped, full = passed_both_ways(cell)
     assert_same_graphs(stamped, full)
-    names = [str(node.target) for node in nodes_with_bodies(stamped.traced.graph_module)]
+    names = [str(node.target) for node in nodes_with_bodies(stamped.program.traced.graph_module)]
     assert names.count("flex_attention_backward") >= depth
 
 

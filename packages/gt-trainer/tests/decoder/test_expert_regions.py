@@ -13,7 +13,8 @@ from gt_trainer.decoder.eager_chunks import chunked_for_capture
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps import captured_step
-from gt_trainer.steps.captured_step import capture_training_step
+from gt_trainer.steps.captured_step import whole_step
+from gt_trainer.steps.program import TracingOptions, capture_program
 
 
 class Dispatcher:
@@ -75,7 +76,11 @@ def test_a_capture_that_fails_at_the_experts_leaves_no_chunks(monkeypatch: pytes
     monkeypatch.setattr(captured_step, "annotate_expert_regions", fails)
     model = model_of(Moe())
     with pytest.raises(AttributeError, match=r"^of the experts$"):
-        capture_training_step(model, None, recipe=None, clock=StartupClock(), ep_overlap=OVERLAP)
+        capture_program(
+            whole_step(model, None, options=TracingOptions(ep_overlap=OVERLAP)),
+            recipe=None,
+            clock=StartupClock(),
+        )
     assert "forward" not in vars(model["layers"]["0"]["moe"])
 
 
@@ -103,6 +108,8 @@ def test_a_module_in_chunks_that_nobody_calls_is_an_error():
 
     batch = (torch.ones(2, 2), torch.ones(2, 2), torch.tensor(4.0), {})
     with pytest.raises(ChunkMetadataError, match=r"layers\.0\.moe: it was to run in chunks"):
-        capture_training_step(
-            Passes(), loss_fn, *batch, recipe=None, clock=StartupClock(), ep_overlap=OVERLAP
+        capture_program(
+            whole_step(Passes(), loss_fn, *batch, options=TracingOptions(ep_overlap=OVERLAP)),
+            recipe=None,
+            clock=StartupClock(),
         )

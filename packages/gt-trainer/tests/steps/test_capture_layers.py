@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gt_config import CaptureLayers
 from gt_trace.stamping import StampReport
 from gt_trainer.steps.captured_step import trace_training_step
+from gt_trainer.steps.program import TracingOptions
 
 
 class Layers(nn.Module):
@@ -34,7 +35,7 @@ def loss_of(prediction: Tensor, _labels: Tensor, _tokens: Tensor, **_: Any) -> A
 def traced(num_layers: int, capture_layers: CaptureLayers) -> StampReport | None:
     x = torch.rand(2, 4)
     step = (Layers(num_layers), loss_of, x, x, torch.tensor(2), {})
-    return trace_training_step(*step, capture_layers=capture_layers)[1]
+    return trace_training_step(*step, options=TracingOptions(capture_layers=capture_layers))[1]
 
 
 @pytest.mark.parametrize(

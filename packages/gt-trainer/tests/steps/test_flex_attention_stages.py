@@ -26,8 +26,9 @@ from gt_pipeline.schedules import schedule_of
 from gt_pipeline.split import stage_modules
 from gt_trace import flex_attention_on_cpu
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.joint_step import JointForward
 from gt_trainer.steps.pipelined_step import PipelinedStep
+from gt_trainer.steps.program import TracingOptions
+from gt_trainer.steps.program_step import CaptureSetup, JointStep
 from gt_trainer.steps.stage_recipe import StagePasses
 
 LENGTH, NUM_MICROBATCHES = 32, 2
@@ -128,14 +129,13 @@ def test_stages_compute_what_the_whole_model_does(model: Decoder, samples: int) 
 
 
 def test_joint_graphs_compute_what_the_model_does(model: Decoder) -> None:
-    forward = JointForward(
-        model,
-        partitioner="min_cut",
+    setup = CaptureSetup(
         recipe=_clean_up,
-        on_shape_change="error",
         clock=StartupClock(),
         on_capture=lambda report: None,
+        tracing=TracingOptions(),
     )
+    forward = JointStep(model, loss_fn, preparation=None, setup=setup).forward
     valid = torch.tensor(2 * LENGTH)
     for seed in range(2):
         tokens, labels, kwargs = batch(model, seed, samples=2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -11,8 +13,10 @@ from gt_config.graph_kinds import GraphKind
 from gt_passes import PassContext, PassManager, RemoveDeadCode
 from gt_trace import InputMismatchError
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_joint import JointCaptureReport
-from gt_trainer.steps.joint_step import JointForward
+from gt_trainer.steps.captured_joint import JointProgram
+from gt_trainer.steps.program import CaptureReport, TracingOptions
+from gt_trainer.steps.program_step import CaptureSetup, JointStep
+from gt_trainer.steps.training_step import num_operators
 
 
 def recipe(context: PassContext, graph: GraphKind) -> PassManager:
@@ -21,18 +25,18 @@ def recipe(context: PassContext, graph: GraphKind) -> PassManager:
 
 def joint_forward(
     model: nn.Module, *, on_shape_change: ShapeChangePolicy = "error"
-) -> tuple[JointForward, list[JointCaptureReport], StartupClock]:
-    reports: list[JointCaptureReport] = []
+) -> tuple[Any, list[CaptureReport[JointProgram]], StartupClock]:
+    reports: list[CaptureReport[JointProgram]] = []
     clock = StartupClock()
-    forward = JointForward(
-        model,
-        partitioner="min_cut",
+    setup = CaptureSetup(
         recipe=recipe,
-        on_shape_change=on_shape_change,
         clock=clock,
         on_capture=reports.append,
+        on_shape_change=on_shape_change,
+        tracing=TracingOptions(),
     )
-    return forward, reports, clock
+    step = JointStep(model, None, preparation=None, setup=setup)  # the loss is not asked for
+    return step.forward, reports, clock
 
 
 class Scaled(nn.Module):
@@ -65,9 +69,10 @@ def test_passes_run_on_both_graphs_and_the_report_tells_of_both() -> None:
     (report,) = reports
     assert [p.records[0].name for p in report.passes] == ["remove-dead-code"] * 2
     assert all(p.verified for p in report.passes)
-    assert report.graph_modules == (report.parts.forward, report.parts.backward)
+    parts = report.program.parts
+    assert report.graph_modules == (parts.forward, parts.backward)
     sizes = [record.after.num_ops for p in report.passes for record in p.records]
-    assert sizes == [report.num_nodes_forward, report.num_nodes_backward]
+    assert sizes == list(map(num_operators, (parts.forward, parts.backward)))
 
 
 def test_another_shape_is_an_error_or_another_capture() -> None:

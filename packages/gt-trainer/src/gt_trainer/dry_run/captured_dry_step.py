@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +21,9 @@ from gt_trainer.dry_run.fake_step import FakeStep
 from gt_trainer.dry_run.simulated_run import SimulatedRun, group_labels, simulate_run
 from gt_trainer.dry_run.step_facts import StepFacts, step_facts
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_microbatches import AccumulationReport, capture_accumulation
-from gt_trainer.steps.captured_step import CaptureReport, capture_training_step
+from gt_trainer.steps.captured_microbatches import Microbatches, microbatches
+from gt_trainer.steps.captured_step import WholeStep, whole_step
+from gt_trainer.steps.program import CaptureReport, capture_program, tracing_options
 from gt_trainer.steps.recipe import recipe_of
 from gt_trainer.trainer import GraphTrainer, input_preparers_of
 
@@ -32,7 +32,7 @@ from gt_trainer.trainer import GraphTrainer, input_preparers_of
 class CapturedDryStep:
     """The graphs of a step after passes, and all that a simulation asks beside them."""
 
-    report: CaptureReport | AccumulationReport
+    report: CaptureReport[WholeStep] | CaptureReport[Microbatches]
     stored: Sequence[torch.Tensor]
     """Parameters as this rank stores them."""
 
@@ -87,8 +87,11 @@ def capture_dry_step(
     )
 
 
-def _graphs(report: CaptureReport | AccumulationReport) -> TracedStep | AccumulationGraphs:
-    return report.traced if isinstance(report, CaptureReport) else report.graphs
+def _graphs(
+    report: CaptureReport[WholeStep] | CaptureReport[Microbatches],
+) -> TracedStep | AccumulationGraphs:
+    program = report.program
+    return program.traced if isinstance(program, WholeStep) else program.cut
 
 
 def _host(config: GraphTrainer.Config, captured: TracedStep | AccumulationGraphs) -> HostModel:
@@ -103,7 +106,7 @@ def _host(config: GraphTrainer.Config, captured: TracedStep | AccumulationGraphs
 
 def _capture(
     config: GraphTrainer.Config, step: FakeStep, clock: StartupClock, *, num_microbatches: int
-) -> CaptureReport | AccumulationReport:
+) -> CaptureReport[WholeStep] | CaptureReport[Microbatches]:
     options = config.compile
     recipe = recipe_of(
         options,
@@ -111,24 +114,20 @@ def _capture(
         debug_folder=Path(config.dump_folder) / "graph_passes" / "dry_run",
         compiler=DescribeOnly(),
     )
-    capture: Callable[..., CaptureReport | AccumulationReport] = capture_training_step
-    if options.accumulation == "reduce_once":
-        capture = functools.partial(
-            capture_accumulation,
-            num_microbatches=num_microbatches,
-            verify=options.verify_passes,
-        )
-    return capture(
-        step.model,
-        step.loss_fn,
-        *step.inputs,
-        recipe=recipe,
-        clock=clock,
-        ep_overlap=options.ep_overlap,
-        capture_layers=options.capture_layers,
-        meta_device=step.meta_device,
-        input_preparers=input_preparers_of(config),
+    tracing = tracing_options(
+        options, input_preparers=input_preparers_of(config), meta_device=step.meta_device
     )
+    if options.accumulation == "reduce_once":
+        cut = microbatches(
+            step.model,
+            step.loss_fn,
+            *step.inputs,
+            num_microbatches=num_microbatches,
+            options=tracing,
+        )
+        return capture_program(cut, recipe=recipe, clock=clock)
+    whole = whole_step(step.model, step.loss_fn, *step.inputs, options=tracing)
+    return capture_program(whole, recipe=recipe, clock=clock)
 
 
 def _attention_note(model: nn.Module) -> str | None:

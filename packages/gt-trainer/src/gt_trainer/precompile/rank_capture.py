@@ -14,7 +14,6 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils as titan_utils
 
 from gt_config import Fingerprint
-from gt_config.graph_kinds import GraphKind
 from gt_trainer.artifacts.run_artifacts import RunArtifacts, artifact_folder
 from gt_trainer.artifacts.run_identity import Machine, RunSettings, topology_of_run
 from gt_trainer.artifacts.storable_graph import StorableGraph, StoredGraph
@@ -22,12 +21,12 @@ from gt_trainer.dry_run.fake_pipeline import place_fake_stages, planned_pipeline
 from gt_trainer.dry_run.fake_step import FakeStep, fake_ranks, fake_step, meta_model
 from gt_trainer.placement.planned_loss import loss_of
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_joint import StoredJoint, capture_joint
-from gt_trainer.steps.captured_microbatches import StoredAccumulation, capture_accumulation
-from gt_trainer.steps.captured_step import capture_training_step
+from gt_trainer.steps.captured_joint import joint_program
+from gt_trainer.steps.captured_microbatches import microbatches
+from gt_trainer.steps.captured_step import whole_step
+from gt_trainer.steps.program import ProgramToCapture, StoredProgram, tracing_options
 from gt_trainer.steps.recipe import passes_of, recipe_of
 from gt_trainer.steps.second_groups import create_second_groups
-from gt_trainer.steps.stored_step import StoredTrainingStep
 from gt_trainer.trainer import GraphTrainer, input_preparers_of
 
 CapturedT = TypeVar("CapturedT")
@@ -61,11 +60,7 @@ def capture_as_rank(
     if stage is not None:
         return _capture_stage(config, world_size, rank, stage)
     with fake_step(config, world_size, rank=rank) as step:
-        if config.compile.mode == "aot_joint":
-            return _capture_joint(config, step)
-        if config.compile.accumulation == "reduce_once":
-            return _capture_accumulation(config, step)
-        return _capture_step(config, step)
+        return _capture_program(config, step)
 
 
 def artifacts_of(
@@ -108,79 +103,37 @@ def artifacts_of(
     )
 
 
-def _capture_step(config: GraphTrainer.Config, step: FakeStep) -> RankCapture:
+def _capture_program(config: GraphTrainer.Config, step: FakeStep) -> RankCapture:
+    options = config.compile
     artifacts = artifacts_of(config, step.parallel_dims, [step.model])
-    clock = StartupClock()
-    graph = StoredTrainingStep(
-        trace=partial(
-            capture_training_step,
+    tracing = tracing_options(
+        options, input_preparers=input_preparers_of(config), meta_device=step.meta_device
+    )
+    asked: ProgramToCapture[Any]
+    if options.mode == "aot_joint":
+        tokens, _, _, extra = step.inputs
+        asked = joint_program(step.model, (tokens,), extra, options=tracing)
+    elif options.accumulation == "reduce_once":
+        asked = microbatches(
             step.model,
             step.loss_fn,
             *step.inputs,
-            clock=clock,
-            until_code=True,
-            **_trace_options(config, step),
-        ),
-        model=step.model,
-        axes=artifacts.axes(step.model),
-        clock=clock,
+            num_microbatches=artifacts.settings.topology.gradient_accumulation_steps,
+            options=tracing,
+        )
+    else:
+        asked = whole_step(step.model, step.loss_fn, *step.inputs, options=tracing)
+    recipe = recipe_of(options, reshard_after_forward=config.parallelism.fsdp_reshard_after_forward)
+    axes = artifacts.axes(step.model)
+    graph: StoredProgram[Any] = StoredProgram(
+        asked=asked, recipe=recipe, axes=axes, clock=StartupClock()
     )
-    return _captured_step(artifacts, step, graph, kind="STEP")
-
-
-def _capture_accumulation(config: GraphTrainer.Config, step: FakeStep) -> RankCapture:
-    artifacts = artifacts_of(config, step.parallel_dims, [step.model])
-    clock = StartupClock()
-    num_microbatches = artifacts.settings.topology.gradient_accumulation_steps
-    graph = StoredAccumulation(
-        trace=partial(
-            capture_accumulation,
-            step.model,
-            step.loss_fn,
-            *step.inputs,
-            num_microbatches=num_microbatches,
-            clock=clock,
-            until_code=True,
-            **_trace_options(config, step),
-        ),
-        model=step.model,
-        axes=artifacts.axes(step.model),
-        clock=clock,
-    )
-    return _captured_step(
-        artifacts, step, graph, kind="MICROBATCH", num_microbatches=num_microbatches
-    )
-
-
-def _capture_joint(config: GraphTrainer.Config, step: FakeStep) -> RankCapture:
-    artifacts = artifacts_of(config, step.parallel_dims, [step.model])
-    clock = StartupClock()
-    tokens, _, _, extra = step.inputs
-    graph = StoredJoint(
-        trace=partial(
-            capture_joint,
-            step.model,
-            (tokens,),
-            extra,
-            partitioner=config.compile.joint_partitioner,
-            recipe=_trace_options(config, step)["recipe"],
-            clock=clock,
-            until_code=True,
-            meta_device=step.meta_device,
-            input_preparers=input_preparers_of(config),
-        ),
-        model=step.model,
-        axes=artifacts.axes(step.model),
-        clock=clock,
-    )
-    passes = artifacts.passes_of
     identity = artifacts.identity(
-        passes=[*passes("JOINT_FORWARD"), *passes("JOINT_BACKWARD")],
+        passes=[each for kind in asked.program.graph_kinds for each in artifacts.passes_of(kind)],
         model=step.model,
-        loss_fn=None,
-        arguments=((tokens,), extra),
+        **asked.identified_by,
     )
-    return _captured(identity, graph, artifacts.axes(step.model).coordinates)
+    return _captured(identity, graph, axes.coordinates)
 
 
 def _capture_stage(
@@ -196,38 +149,6 @@ def _capture_stage(
         asked = placed.step.to_store(stage, part, placed.microbatch, artifacts)
         identity = artifacts.identity(**asked.identified_by)
         return _captured(identity, asked.graph, artifacts.axes(part).coordinates)
-
-
-def _trace_options(config: GraphTrainer.Config, step: FakeStep) -> dict[str, Any]:
-    options = config.compile
-    return {
-        "recipe": recipe_of(
-            options, reshard_after_forward=config.parallelism.fsdp_reshard_after_forward
-        ),
-        "ep_overlap": options.ep_overlap,
-        "capture_layers": options.capture_layers,
-        "meta_device": step.meta_device,
-        "input_preparers": input_preparers_of(config),
-    }
-
-
-def _captured_step(
-    artifacts: RunArtifacts,
-    step: FakeStep,
-    graph: StorableGraph[CapturedT],
-    *,
-    kind: GraphKind,
-    num_microbatches: int = 1,
-) -> RankCapture:
-    """Capture the graph of a step, or of its microbatches."""
-    identity = artifacts.identity(
-        passes=artifacts.passes_of(kind),
-        model=step.model,
-        loss_fn=step.loss_fn,
-        arguments=step.inputs,
-        num_microbatches=num_microbatches,
-    )
-    return _captured(identity, graph, artifacts.axes(step.model).coordinates)
 
 
 def _captured(

@@ -1,173 +1,120 @@
-"""The capture of a model as two graphs: made here, or stored and loaded."""
+"""A model's forward as two captured graphs, inside torchtitan's autograd loop (``aot_joint``).
+
+What is captured is the model as it is called: forward and backward of everything up to its output.
+The loss stays outside, and with the chunked loss the output projection too, since the loss applies
+it piece by piece (``decoder/chunked_loss.py``). Both, and ``loss.backward()``, run eagerly.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
-import torch
 from torch import nn
-from torch.fx import GraphModule
 
-from gt_config import JointPartitioner
 from gt_config.graph_kinds import GraphKind
-from gt_passes import (
-    PassContext,
-    PassManager,
-    PassManagerReport,
-    pass_report_as_data,
-    pass_report_from_data,
-)
-from gt_trace import InputPreparer
-from gt_trace.artifacts.container import Container
+from gt_passes import PassContext, PassManagerReport
+from gt_trace.artifacts.encoded_document import EncodedDocument
 from gt_trace.artifacts.joint_document import decode_joint, encode_joint
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.capture.bound_inputs import BoundInputs
-from gt_trace.errors import ArtifactError
 from gt_trace.joint import ForwardBackward, export_joint_graph, partition
-from gt_trainer.artifacts.storable_graph import STEP_SECTION, StoredGraph
+from gt_trace.joint.bound_joint import BoundJoint
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
-from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_step import Recipe
 from gt_trainer.steps.prepared_inputs import for_model_calls
+from gt_trainer.steps.program import ProgramGraph, ProgramToCapture, TracingOptions
 from gt_trainer.steps.training_step import num_operators
-
-_PASSES = "passes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JointCaptureReport:
-    """What a capture produced, for the log."""
+class JointProgram:
+    """The forward and the backward graph of a model; see ``Program``."""
+
+    kind: ClassVar[str] = "joint graph"
+    graph_kinds: ClassVar[tuple[GraphKind, ...]] = ("JOINT_FORWARD", "JOINT_BACKWARD")
+    decoding_verifies: ClassVar[bool] = False
 
     parts: ForwardBackward
-    passes: tuple[PassManagerReport, PassManagerReport]
-    """What they did to the forward graph and to the backward graph."""
 
-    is_loaded: bool = False
-    """Whether the graphs were captured by another rank or run, and stored."""
-
-    def __str__(self) -> str:
-        """One line: the operators that run, and the passes that made them."""
-        verb = "Loaded" if self.is_loaded else "Captured"
+    @property
+    def graphs(self) -> tuple[ProgramGraph, ...]:
+        """See ``Program``."""
+        parts, fake_mode = self.parts, self.parts.joint.fake_mode
+        forward = PassContext(fake_mode=fake_mode, static_input_names=parts.static_input_names)
+        backward = PassContext(fake_mode=fake_mode)
         return (
-            f"{verb} the model: {self.num_nodes_forward:,} operators forward and "
-            f"{self.num_nodes_backward:,} backward after {len(self.passes[0].records)} and "
-            f"{len(self.passes[1].records)} passes"
+            ProgramGraph(graph_module=parts.forward, kind="JOINT_FORWARD", context=forward),
+            ProgramGraph(graph_module=parts.backward, kind="JOINT_BACKWARD", context=backward),
+        )
+
+    @property
+    def num_nodes_captured(self) -> int:
+        """See ``Program``."""
+        return num_operators(self.parts.joint.graph_module)
+
+    def text(self, passes: Sequence[PassManagerReport]) -> str:
+        """See ``Program``."""
+        forward, backward = map(num_operators, (self.parts.forward, self.parts.backward))
+        return (
+            f"model: {forward:,} operators forward and {backward:,} backward after "
+            f"{len(passes[0].records)} and {len(passes[1].records)} passes"
         )
 
     def memory_text(self) -> None:
-        """No graph has both the forward and the backward."""
+        """See ``Program``."""
 
-    @property
-    def graph_modules(self) -> tuple[GraphModule, ...]:
-        """The graphs that run, after passes."""
-        return (self.parts.forward, self.parts.backward)
+    def bind(self, model: nn.Module) -> BoundJoint:
+        """See ``Program``."""
+        return self.parts.bind(model)
 
-    @property
-    def num_nodes_forward(self) -> int:
-        """Operators in the forward graph that runs."""
-        return num_operators(self.parts.forward)
+    def check_fits(self, model: nn.Module) -> None:
+        """See ``Program``."""
+        BoundInputs(self.parts.joint, model)
 
-    @property
-    def num_nodes_backward(self) -> int:
-        """Operators in the backward graph that runs."""
-        return num_operators(self.parts.backward)
+    def encode(self, axes: MeshAxes) -> EncodedDocument:
+        """See ``Program``."""
+        return encode_joint(self.parts, axes)
+
+    @classmethod
+    def decode(cls, document: Any, axes: MeshAxes, *, blob: Callable[[str], bytes]) -> Self:
+        """See ``Program``."""
+        return cls(parts=decode_joint(document, axes, blob=blob))
 
 
-def capture_joint(
+def joint_program(
     model: nn.Module,
     args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    kwargs: Mapping[str, Any],
     *,
-    partitioner: JointPartitioner,
-    recipe: Recipe,
-    clock: StartupClock,
-    until_code: bool = False,
-    meta_device: torch.device | str = "meta",
-    input_preparers: Sequence[InputPreparer] = (),
-) -> JointCaptureReport:
-    """Export the joint graph of a call of ``model``, cut it, and run the passes on both parts.
+    options: TracingOptions | None = None,
+) -> ProgramToCapture[JointProgram]:
+    """Return a call of a model as a program to capture.
 
     Args:
-        model: parallelized, on its device or on meta.
-        args: example arguments.
-        kwargs: likewise.
-        partitioner: how the joint graph is cut.
-        recipe: builds the passes, once for each part.
-        clock: counts capture and passes as parts of the start-up.
-        until_code: whether to leave out the passes that generate code, and those behind them.
-        meta_device: the device for which a model on meta is captured.
-        input_preparers: hooks on the arguments of ``training_step``.
+        model: As for ``whole_step``, in training mode.
+        args: Example arguments.
+        kwargs: Example keyword arguments.
+        options: None for the defaults.
     """
-    with clock.part("capture"), annotate_expert_regions(model):
-        joint = export_joint_graph(
-            model,
-            args,
-            kwargs,
-            meta_device=meta_device,
-            input_preparers=for_model_calls(input_preparers),
-        )
-        parts = partition(joint, partitioner=partitioner)
-    with clock.part("passes"):
-        forward, backward = (recipe(*each) for each in contexts_of(parts))
-        runs = [m.run_before_code if until_code else m.run for m in (forward, backward)]
-        return JointCaptureReport(
-            parts=parts, passes=(runs[0](parts.forward), runs[1](parts.backward))
-        )
+    options = options or TracingOptions()
 
-
-def contexts_of(parts: ForwardBackward) -> tuple[tuple[PassContext, GraphKind], ...]:
-    """What passes need to know of the forward graph, and of the backward graph."""
-    fake_mode = parts.joint.fake_mode
-    forward = PassContext(fake_mode=fake_mode, static_input_names=parts.static_input_names)
-    return (forward, "JOINT_FORWARD"), (PassContext(fake_mode=fake_mode), "JOINT_BACKWARD")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredJoint:
-    """The two graphs of a model behind their passes; see ``StorableGraph``."""
-
-    trace: Callable[[], JointCaptureReport]
-    """Captures, and runs the passes that generate no code."""
-
-    model: nn.Module
-    axes: MeshAxes
-    clock: StartupClock
-    kind = "joint graph"
-
-    def capture(self) -> JointCaptureReport:
-        """See ``StorableGraph``."""
-        return self.trace()
-
-    def encode(self, captured: JointCaptureReport) -> StoredGraph:
-        """See ``StorableGraph``."""
-        encoded = encode_joint(captured.parts, self.axes)
-        return StoredGraph(
-            step=encoded.document,
-            documents={_PASSES: [pass_report_as_data(each) for each in captured.passes]},
-            blobs=encoded.blobs,
-        )
-
-    def decode(self, container: Container) -> JointCaptureReport:
-        """See ``StorableGraph``."""
-        with self.clock.part("load"):
-            reports = container.document(_PASSES)
-            if not isinstance(reports, list) or len(reports) != 2:
-                raise ArtifactError("a joint graph has two reports of passes")
-            document = container.document(STEP_SECTION)
-            parts = decode_joint(document, self.axes, blob=container.blob)
-            BoundInputs(parts.joint, self.model)
-            forward, backward = map(pass_report_from_data, reports)
-            return JointCaptureReport(parts=parts, passes=(forward, backward), is_loaded=True)
-
-    def verified(self, captured: JointCaptureReport) -> JointCaptureReport:
-        """See ``StorableGraph``."""
-        parts, earlier = captured.parts, captured.passes
-        with self.clock.part("load"):
-            forward, backward = (PassManager((), context=each) for each, _ in contexts_of(parts))
-            passes = (
-                earlier[0].followed_by(forward.run(parts.forward)),
-                earlier[1].followed_by(backward.run(parts.backward)),
+    def trace() -> tuple[JointProgram, None]:
+        with annotate_expert_regions(model):
+            joint = export_joint_graph(
+                model,
+                args,
+                dict(kwargs),
+                meta_device=options.meta_device,
+                input_preparers=for_model_calls(options.input_preparers),
             )
-            return replace(captured, passes=passes)
+            parts = partition(joint, partitioner=options.joint_partitioner)
+        return JointProgram(parts=parts), None
+
+    return ProgramToCapture(
+        program=JointProgram,
+        trace=trace,
+        model=model,
+        # The loss stays outside.
+        identified_by={"loss_fn": None, "arguments": (args, dict(kwargs))},
+    )

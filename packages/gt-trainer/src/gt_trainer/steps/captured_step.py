@@ -1,105 +1,113 @@
-"""A training step captured as one graph, with the passes that run on it, and what they did."""
+"""A training step as one graph: forward, loss, backward, gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
 
-from gt_config import CaptureLayers, EpOverlapConfig
 from gt_config.graph_kinds import GraphKind
-from gt_passes import (
-    PassContext,
-    PassManager,
-    PassManagerReport,
-    estimate_memory,
-    residency_table,
-)
+from gt_passes import PassContext, PassManagerReport, estimate_memory, residency_table
 from gt_passes.ep_overlap import settle_chunk_annotations
-from gt_trace import InputPreparer, TracedStep, phase
+from gt_trace import BoundStep, TracedStep, phase
+from gt_trace.artifacts.encoded_document import EncodedDocument
+from gt_trace.artifacts.mesh_axes import MeshAxes
+from gt_trace.artifacts.step_document import decode_step, encode_step
 from gt_trainer.decoder.eager_chunks import chunked_for_capture
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
-from gt_trainer.startup import StartupClock
 from gt_trainer.steps.layer_tracer import CaptureLayersReport, layer_tracer
+from gt_trainer.steps.program import ProgramGraph, ProgramToCapture, TracingOptions
 from gt_trainer.steps.training_step import (
     LossFunction,
     loss_of_batch,
     num_operators,
 )
 
-Recipe = Callable[[PassContext, GraphKind], PassManager]
-"""Builds the passes for one captured graph, of the kind given."""
-
-
-def remembering(recipe: Recipe) -> tuple[Recipe, list[PassManager]]:
-    """A recipe, and the managers that it will have built, in order.
-
-    A manager that has run the passes before code is generated runs the others later.
-    """
-    managers: list[PassManager] = []
-
-    def build(context: PassContext, graph: GraphKind) -> PassManager:
-        managers.append(recipe(context, graph))
-        return managers[-1]
-
-    return build, managers
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CaptureReport:
-    """What a capture produced, for the log."""
+class WholeStep:
+    """A training step as one graph; see ``Program``."""
+
+    kind: ClassVar[str] = "training step"
+    graph_kinds: ClassVar[tuple[GraphKind, ...]] = ("STEP",)
+    decoding_verifies: ClassVar[bool] = False
 
     traced: TracedStep
-    passes: tuple[PassManagerReport]
-    """What they did to the one graph."""
-
-    stamping: CaptureLayersReport | None = None
-    """How layers were stamped, or why not; None if that was not asked for, or not done here."""
-
-    is_loaded: bool = False
-    """Whether the graph was captured by another rank or run, and stored."""
-
-    def __str__(self) -> str:
-        """One line: the operators that run, and the passes that made them."""
-        verb = "Loaded" if self.is_loaded else "Captured"
-        return (
-            f"{verb} the training step: {self.num_nodes:,} operators after "
-            f"{len(self.passes[0].records)} passes"
-        )
 
     @property
-    def graph_modules(self) -> tuple[GraphModule, ...]:
-        """The graphs that run, after passes."""
-        return (self.traced.graph_module,)
+    def graphs(self) -> tuple[ProgramGraph, ...]:
+        """See ``Program``."""
+        graph_module, context = self.traced.graph_module, PassContext.of_step(self.traced)
+        return (ProgramGraph(graph_module=graph_module, kind="STEP", context=context),)
 
     @property
     def num_nodes_captured(self) -> int:
-        """Operators in the graph as captured, before passes."""
-        records = self.passes[0].records
-        return records[0].before.num_ops if records else self.num_nodes
-
-    @property
-    def num_nodes(self) -> int:
-        """Operators in the graph that runs, after passes."""
+        """See ``Program``."""
         return num_operators(self.traced.graph_module)
 
+    def text(self, passes: Sequence[PassManagerReport]) -> str:
+        """See ``Program``."""
+        num_nodes = num_operators(self.traced.graph_module)
+        return f"training step: {num_nodes:,} operators after {len(passes[0].records)} passes"
+
     def memory_text(self) -> str:
-        """What is kept for the backward, and the estimated memory, as tables."""
+        """See ``Program``."""
         graph_module = self.traced.graph_module
         memory = estimate_memory(graph_module, num_static_inputs=self.traced.num_static_inputs)
         return (
             f"Kept for the backward:\n{residency_table(graph_module)}\nEstimated memory:\n{memory}"
         )
 
+    def bind(self, model: nn.Module) -> BoundStep:
+        """See ``Program``."""
+        return self.traced.bind(model)
+
+    def check_fits(self, model: nn.Module) -> None:
+        """See ``Program``."""
+        self.traced.bind(model)
+
+    def encode(self, axes: MeshAxes) -> EncodedDocument:
+        """See ``Program``."""
+        return encode_step(self.traced, axes)
+
+    @classmethod
+    def decode(cls, document: Any, axes: MeshAxes, *, blob: Callable[[str], bytes]) -> Self:
+        """See ``Program``."""
+        return cls(traced=decode_step(document, axes, blob=blob))
+
+
+def whole_step(
+    model: nn.Module, loss_fn: LossFunction, *args: Any, options: TracingOptions | None = None
+) -> ProgramToCapture[WholeStep]:
+    """Return ``training_step`` as a program to capture.
+
+    Args:
+        model: Parallelized, on its device or on meta.
+        loss_fn: torchtitan's loss.
+        args: Example arguments of the function of ``training_step``.
+        options: None for the defaults.
+    """
+
+    def trace() -> tuple[WholeStep, CaptureLayersReport | None]:
+        traced, stamping = trace_training_step(model, loss_fn, *args, options=options)
+        return WholeStep(traced=traced), stamping
+
+    return ProgramToCapture(
+        program=WholeStep,
+        trace=trace,
+        model=model,
+        identified_by={"loss_fn": loss_fn, "arguments": args},
+    )
+
 
 def training_step(
     model: nn.Module, loss_fn: LossFunction
 ) -> Callable[..., tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]]:
-    """Forward, loss and backward as a function that returns the loss and the gradients.
+    """Return forward, loss and backward as a function that returns the loss and the gradients.
 
     The gradients are those of ``[p for p in model.parameters() if p.requires_grad]``, in this
     order; None for a parameter that the loss does not depend on.
@@ -120,77 +128,34 @@ def training_step(
     return step
 
 
-def capture_training_step(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    *args: Any,
-    recipe: Recipe,
-    clock: StartupClock,
-    ep_overlap: EpOverlapConfig | None = None,
-    capture_layers: CaptureLayers = "auto",
-    meta_device: torch.device | str = "meta",
-    input_preparers: Sequence[InputPreparer] = (),
-    until_code: bool = False,
-) -> CaptureReport:
-    """Capture ``training_step`` and run the passes on its graph.
-
-    Args:
-        model: parallelized, on its device or on meta.
-        loss_fn: torchtitan's loss.
-        args: example arguments of the function of ``training_step``.
-        recipe: builds the passes.
-        clock: counts capture and passes as parts of the start-up.
-        ep_overlap: which modules run in chunks, if the strategy is eager; None for none.
-        capture_layers: whether every layer is traced, or most are stamped.
-        meta_device: the device for which a model on meta is captured.
-        input_preparers: hooks on the arguments of ``training_step``.
-        until_code: whether to leave out the passes that generate code, and those behind them.
-
-    Raises:
-        ForwardChunkingError: a module cannot run in chunks; the model is left as it was.
-        ChunkMetadataError: a module that was to run in chunks was not called.
-    """
-    with clock.part("capture"):
-        traced, stamping = trace_training_step(
-            model,
-            loss_fn,
-            *args,
-            ep_overlap=ep_overlap,
-            capture_layers=capture_layers,
-            meta_device=meta_device,
-            input_preparers=input_preparers,
-        )
-    with clock.part("passes"):
-        manager = recipe(PassContext.of_step(traced), "STEP")
-        run = manager.run_before_code if until_code else manager.run
-        report = run(traced.graph_module)
-    return CaptureReport(traced=traced, passes=(report,), stamping=stamping)
-
-
 def trace_training_step(
     model: nn.Module,
     loss_fn: LossFunction,
     *args: Any,
-    ep_overlap: EpOverlapConfig | None = None,
-    capture_layers: CaptureLayers = "auto",
-    meta_device: torch.device | str = "meta",
-    input_preparers: Sequence[InputPreparer] = (),
+    options: TracingOptions | None = None,
 ) -> tuple[TracedStep, CaptureLayersReport | None]:
-    """Capture ``training_step`` and run no pass: see ``capture_training_step``.
+    """Capture ``training_step`` and run no pass: see ``whole_step``.
 
     Returns:
         The step, and how its layers were stamped if that was asked for.
+
+    Raises:
+        ForwardChunkingError: A module cannot run in chunks; the model is left as it was.
+        ChunkMetadataError: A module that was to run in chunks was not called.
     """
+    options = options or TracingOptions()
     with (
         annotate_expert_regions(model),
-        chunked_for_capture(model, ep_overlap or EpOverlapConfig()) as chunked,
+        chunked_for_capture(model, options.ep_overlap) as chunked,
     ):
-        step = training_step(model, loss_fn)
         reports: list[CaptureLayersReport] = []
-        trace = layer_tracer(capture_layers, reports.append)
-        traced = trace(
-            step, module=model, meta_device=meta_device, input_preparers=input_preparers
-        )(*args)
+        trace = partial(
+            layer_tracer(options.capture_layers, reports.append),
+            module=model,
+            meta_device=options.meta_device,
+            input_preparers=options.input_preparers,
+        )
+        traced = trace(training_step(model, loss_fn))(*args)
         roots = chunked.roots if chunked is not None else ()
         settle_chunk_annotations(traced.graph_module, roots=roots)
     return traced, reports[0] if reports else None

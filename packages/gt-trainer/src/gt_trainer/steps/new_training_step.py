@@ -19,13 +19,17 @@ from gt_trainer.artifacts.run_identity import RunSettings, definitions
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.launcher import RunStoppedError
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_step import Recipe
-from gt_trainer.steps.captured_training_step import CapturedTrainingStep
-from gt_trainer.steps.joint_step import JointForward, JointStep
 from gt_trainer.steps.layer_summary import layer_summary
 from gt_trainer.steps.pipelined_step import PipelinedStep
+from gt_trainer.steps.program import Recipe, tracing_options
+from gt_trainer.steps.program_step import (
+    CapturedTrainingStep,
+    CaptureSetup,
+    JointStep,
+    ProgramStep,
+    ReduceOnceStep,
+)
 from gt_trainer.steps.recipe import ReshardChoice, passes_of, recipe_of
-from gt_trainer.steps.reduce_once_step import ReduceOnceStep
 from gt_trainer.steps.second_groups import create_second_groups
 from gt_trainer.steps.training_step import (
     BatchPreparation,
@@ -93,47 +97,20 @@ def new_training_step(parts: StepParts) -> TrainingStep:
     if options.mode == "none":
         return EagerStep(parts.run_eagerly)
     (model,) = parts.model_parts
-    second_groups = _second_groups(parts)
+    form: type[ProgramStep[Any]] = CapturedTrainingStep
     if options.mode == "aot_joint":
-        forward = JointForward(
-            model,
-            partitioner=options.joint_partitioner,
-            recipe=_recipe_of(parts),
-            on_shape_change=options.on_shape_change,
-            clock=parts.clock,
-            on_capture=parts.on_capture,
-            artifacts=_artifacts(parts, second_groups),
-            input_preparers=parts.input_preparers,
-        )
-        return JointStep(forward, parts.loss_fn, preparation=parts.preparation)
-    if options.accumulation == "reduce_once":
-        return ReduceOnceStep(
-            model,
-            parts.loss_fn,
-            preparation=parts.preparation,
-            recipe=_recipe_of(parts),
-            on_shape_change=options.on_shape_change,
-            clock=parts.clock,
-            on_capture=parts.on_capture,
-            ep_overlap=options.ep_overlap,
-            capture_layers=options.capture_layers,
-            verify=options.verify_passes,
-            artifacts=_artifacts(parts, second_groups),
-            input_preparers=parts.input_preparers,
-        )
-    return CapturedTrainingStep(
-        model,
-        parts.loss_fn,
-        preparation=parts.preparation,
+        form = JointStep
+    elif options.accumulation == "reduce_once":
+        form = ReduceOnceStep
+    setup = CaptureSetup(
         recipe=_recipe_of(parts),
-        on_shape_change=options.on_shape_change,
         clock=parts.clock,
         on_capture=parts.on_capture,
-        ep_overlap=options.ep_overlap,
-        capture_layers=options.capture_layers,
-        artifacts=_artifacts(parts, second_groups),
-        input_preparers=parts.input_preparers,
+        on_shape_change=options.on_shape_change,
+        tracing=tracing_options(options, input_preparers=parts.input_preparers),
+        artifacts=_artifacts(parts, _second_groups(parts)),
     )
+    return form(model, parts.loss_fn, preparation=parts.preparation, setup=setup)
 
 
 def _second_groups(parts: StepParts) -> dict[str, dist.ProcessGroup]:

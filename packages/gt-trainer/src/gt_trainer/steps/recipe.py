@@ -26,7 +26,7 @@ from gt_passes import (
 )
 from gt_trainer.decoder.attention import flex_attention_options
 from gt_trainer.placement.planned_machine import planned_machine
-from gt_trainer.steps.captured_step import Recipe
+from gt_trainer.steps.program import Recipe
 
 ReshardChoice = Literal["default", "always", "never"]
 """torchtitan's ``--parallelism.fsdp_reshard_after_forward``."""

@@ -1,8 +1,8 @@
 """The protocol of a training step: what the trainer asks of each form of it, and nothing else.
 
-There are five forms: eager (``EagerStep``, torchtitan's own), captured (``CapturedTrainingStep``),
-captured with one reduction for several microbatches (``ReduceOnceStep``), joint (``JointStep``) and
-pipelined (``PipelinedStep``). ``new_training_step`` chooses.
+A step is eager (``EagerStep``, torchtitan's own), pipelined (``PipelinedStep``), or a captured
+program (``ProgramStep``): one graph, microbatches with one reduction, or a joint graph.
+``new_training_step`` chooses.
 """
 
 from __future__ import annotations

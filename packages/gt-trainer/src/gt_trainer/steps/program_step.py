@@ -1,0 +1,344 @@
+"""Training steps that capture themselves on first use, each as a program."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+from torchtitan.tools.logging import logger
+
+from gt_config import ShapeChangePolicy
+from gt_config.graph_kinds import GraphKind
+from gt_passes import PassContext, PassManager, release_cuda_graphs
+from gt_passes.verifier.collective_exchange import exchange_collective_digest
+from gt_pipeline.graph import AccumulatedResult, AccumulatedStep
+from gt_trainer.artifacts.run_artifacts import RunArtifacts
+from gt_trainer.startup import StartupClock
+from gt_trainer.steps.captured_joint import JointProgram, joint_program
+from gt_trainer.steps.captured_microbatches import Microbatches, microbatches
+from gt_trainer.steps.captured_step import WholeStep, whole_step
+from gt_trainer.steps.gradients import accumulate_gradients
+from gt_trainer.steps.per_shape import PerShape
+from gt_trainer.steps.program import (
+    CaptureReport,
+    Program,
+    ProgramToCapture,
+    Recipe,
+    StoredProgram,
+    TracingOptions,
+    capture_program,
+    generate_code,
+)
+from gt_trainer.steps.training_step import (
+    Batch,
+    BatchPreparation,
+    LossFunction,
+    loss_of_batch,
+)
+
+ProgramT = TypeVar("ProgramT", bound=Program)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureSetup:
+    """What a step needs to capture itself."""
+
+    recipe: Recipe
+    """Builds the passes for a captured graph."""
+
+    clock: StartupClock
+    """Counts capture and passes as parts of the start-up."""
+
+    on_capture: Callable[[CaptureReport[Any]], None]
+    """Called after each capture, before the graphs first run."""
+
+    on_shape_change: ShapeChangePolicy = "error"
+    """"error" lets the mismatch of a changed input through; "recapture" captures other graphs for
+    the new shapes and keeps both."""
+
+    tracing: TracingOptions
+    artifacts: RunArtifacts | None = None
+    """Where graphs are looked for and stored; None: every rank captures for itself."""
+
+
+class ProgramStep(ABC, Generic[ProgramT]):
+    """A training step as a captured program, optimized by passes and bound to the model.
+
+    Before the first run, the ranks make sure that their graphs have the same collectives.
+
+    Args:
+        model: Parallelized, on its device.
+        loss_fn: torchtitan's loss.
+        preparation: What torchtitan does around the model for one batch.
+        setup: How the step is captured.
+    """
+
+    is_captured = True
+    runs_whole_steps = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        *,
+        preparation: BatchPreparation,
+        setup: CaptureSetup,
+    ) -> None:
+        self._model = model
+        self._loss_fn = loss_fn
+        self._preparation = preparation
+        self._setup = setup
+        self.reports: tuple[CaptureReport[ProgramT], ...] = ()
+        self._calls = PerShape(self._capture, policy=setup.on_shape_change)
+
+    @abstractmethod
+    def run(
+        self,
+        *,
+        input_dict: Batch | list[Batch],
+        labels: torch.Tensor | list[torch.Tensor],
+        global_valid_tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """See ``TrainingStep``.
+
+        Raises:
+            InputMismatchError: An input differs from the captured one and the policy is "error".
+        """
+
+    @abstractmethod
+    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProgramToCapture[ProgramT]:
+        """The program of a call."""
+
+    def _bind(self, program: ProgramT) -> Callable[..., Any]:
+        """What runs such calls."""
+        bound: Callable[..., Any] = program.bind(self._model)
+        return bound
+
+    def close(self) -> None:
+        """Let go of recorded CUDA graphs."""
+        for report in self.reports:
+            for graph_module in report.graph_modules:
+                release_cuda_graphs(graph_module)
+
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        setup, asked = self._setup, self._program(args, kwargs)
+        if setup.artifacts is None:
+            report = capture_program(asked, recipe=setup.recipe, clock=setup.clock)
+        else:
+            report = self._shared(asked, setup.artifacts)
+        setup.on_capture(report)
+        if not self.reports:
+            # Only then: later, ranks with other shapes may capture at other times.
+            for graph_module in report.graph_modules:
+                exchange_collective_digest(graph_module)
+        self.reports = (*self.reports, report)
+        return self._bind(report.program)
+
+    def _shared(
+        self, asked: ProgramToCapture[ProgramT], artifacts: RunArtifacts
+    ) -> CaptureReport[ProgramT]:
+        """What this rank or another has captured, now or before; code is generated here."""
+        built: list[PassManager] = []
+
+        def build(context: PassContext, graph: GraphKind) -> PassManager:
+            built.append(self._setup.recipe(context, graph))
+            return built[-1]
+
+        stored = StoredProgram(
+            asked=asked,
+            recipe=build,
+            axes=artifacts.axes(self._model),
+            clock=self._setup.clock,
+        )
+        shared = artifacts.obtain(
+            stored,
+            passes=[
+                each for kind in asked.program.graph_kinds for each in artifacts.passes_of(kind)
+            ],
+            model=self._model,
+            is_first=not self.reports,
+            **asked.identified_by,
+        )
+        # What ran the passes before code goes on with those behind them.
+        managers = iter(built)
+        recipe: Recipe = (lambda context, graph: next(managers)) if built else self._setup.recipe
+        with (
+            self._setup.clock.part("passes"),
+            artifacts.generating_code(shared, model=self._model),
+        ):
+            return generate_code(shared.captured, recipe)
+
+
+class CapturedTrainingStep(ProgramStep[WholeStep]):
+    """Each batch as one graph of forward, loss and backward."""
+
+    def run(
+        self,
+        *,
+        input_dict: Batch | list[Batch],
+        labels: torch.Tensor | list[torch.Tensor],
+        global_valid_tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """See ``ProgramStep``."""
+        assert isinstance(input_dict, dict)
+        assert isinstance(labels, torch.Tensor)
+        inputs, labels, extra_kwargs = self._preparation.split(input_dict, labels)
+        with self._preparation.context():
+            loss: torch.Tensor
+            loss, gradients = self._calls(inputs, labels, global_valid_tokens, extra_kwargs)
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        accumulate_gradients(parameters, gradients)
+        return loss
+
+    def _program(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> ProgramToCapture[WholeStep]:
+        assert not kwargs
+        return whole_step(self._model, self._loss_fn, *args, options=self._setup.tracing)
+
+
+class JointStep(ProgramStep[JointProgram]):
+    """A captured forward, and a loss and its ``backward()`` that run eagerly."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward graph on the model's arguments; the outputs carry autograd's history.
+
+        Raises:
+            InputMismatchError: As for ``run``.
+        """
+        return self._calls(*args, **kwargs)
+
+    def run(
+        self,
+        *,
+        input_dict: Batch | list[Batch],
+        labels: torch.Tensor | list[torch.Tensor],
+        global_valid_tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """See ``ProgramStep``."""
+        assert isinstance(input_dict, dict)
+        assert isinstance(labels, torch.Tensor)
+        inputs, labels, extra_kwargs = self._preparation.split(input_dict, labels)
+        with self._preparation.context():
+            prediction = self.forward(inputs, **extra_kwargs)
+            loss = loss_of_batch(
+                self._loss_fn, prediction, labels, global_valid_tokens, extra_kwargs
+            )
+            del prediction  # the backward then frees it as soon as it can
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        return loss
+
+    def _program(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> ProgramToCapture[JointProgram]:
+        return joint_program(self._model, args, kwargs, options=self._setup.tracing)
+
+
+Microbatch = tuple[Batch, torch.Tensor]
+"""Inputs and labels, as torchtitan has them."""
+
+
+class UnlikeMicrobatchesError(ValueError):
+    """Microbatches of one step have different shapes, and share graphs."""
+
+
+class ReduceOnceStep(ProgramStep[Microbatches]):
+    """All microbatches of a step, as captured graphs that gather and reduce once.
+
+    Gradients reach parameters when all microbatches have run.
+    """
+
+    runs_whole_steps = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._steps: list[AccumulatedStep] = []
+
+    def run(
+        self,
+        *,
+        input_dict: Batch | list[Batch],
+        labels: torch.Tensor | list[torch.Tensor],
+        global_valid_tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """See ``ProgramStep``.
+
+        Raises:
+            UnlikeMicrobatchesError: Microbatches have different shapes. Nothing has run.
+            InputMismatchError: They differ from the captured ones and the policy is "error".
+        """
+        assert isinstance(input_dict, list)
+        assert isinstance(labels, list)
+        batches = list(zip(input_dict, labels, strict=True))
+        _refuse_unlike(batches)
+        with self._preparation.context():
+            result: AccumulatedResult = self._calls(batches, global_valid_tokens)
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        accumulate_gradients(parameters, result.gradients)
+        losses: list[torch.Tensor] = [loss for (loss,) in result.results]
+        total = losses[0].clone()
+        for loss in losses[1:]:
+            total.add_(loss)
+        return total
+
+    def close(self) -> None:
+        """Let go of recorded CUDA graphs."""
+        for step in self._steps:
+            step.release()
+
+    def _program(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> ProgramToCapture[Microbatches]:
+        batches, global_valid_tokens = args
+        assert not kwargs
+        return microbatches(
+            self._model,
+            self._loss_fn,
+            *self._arguments(batches[0], global_valid_tokens),
+            num_microbatches=len(batches),
+            options=self._setup.tracing,
+        )
+
+    def _bind(self, program: Microbatches) -> Callable[..., AccumulatedResult]:
+        step = program.bind(self._model)
+        self._steps.append(step)
+        if step.left_alone:
+            logger.warning(
+                "The step is not recorded as a CUDA graph, since the graph of its "
+                f"{' and '.join(step.left_alone)} microbatch is left alone: all or none are"
+            )
+
+        def run(batches: Iterable[Microbatch], tokens: torch.Tensor) -> AccumulatedResult:
+            # Masks are made as a microbatch comes to run: all of them would fill memory. But where
+            # steps are recorded, all are asked for.
+            return step(self._arguments(batch, tokens) for batch in batches)
+
+        return run
+
+    def _arguments(
+        self, microbatch: Microbatch, global_valid_tokens: torch.Tensor
+    ) -> tuple[Any, ...]:
+        inputs, labels, extra_kwargs = self._preparation.split(*microbatch)
+        return inputs, labels, global_valid_tokens, extra_kwargs
+
+
+def _refuse_unlike(batches: Sequence[Microbatch]) -> None:
+    """Before the first runs: a later one would be refused when buffers have changed."""
+    shapes = [
+        {
+            **{name: tuple(each.shape) for name, each in inputs.items()},
+            "labels": tuple(labels.shape),
+        }
+        for inputs, labels in batches
+    ]
+    for number, found in enumerate(shapes):
+        if found != shapes[0]:
+            raise UnlikeMicrobatchesError(
+                f"microbatch {number} of this step has shapes {found}, and the first {shapes[0]}: "
+                "microbatches that gather and reduce once run the same graphs. Give batches of "
+                "one shape, or --compile.accumulation every_microbatch"
+            )
