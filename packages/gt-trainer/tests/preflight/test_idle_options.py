@@ -39,7 +39,7 @@ from gt_trainer.preflight.preflight import (
     configuration_violations,
     topology_of,
 )
-from gt_trainer.steps import new_training_step, recipe
+from gt_trainer.steps import new_training_step, program, recipe
 from gt_trainer.steps.recipe import recipe_of
 
 RESHARD = "--parallelism.fsdp_reshard_after_forward"
@@ -125,8 +125,8 @@ READERS = {
     "on_shape_change": new_training_step,
     "pipeline_gathered_gib": split_model,
     "pipeline_deferred_weights": split_model,
-    "joint_partitioner": new_training_step,
-    "capture_layers": new_training_step,
+    "joint_partitioner": program,
+    "capture_layers": program,
     "artifacts": run_artifacts,
     "artifacts_max_gib": run_artifacts,
     "ep_overlap.num_chunks": eager_chunks,
