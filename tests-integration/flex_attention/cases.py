@@ -43,7 +43,7 @@ from gt_trainer.decoder import attention as attention_of_trainer
 from gt_trainer.dry_run.fake_step import fake_step
 from gt_trainer.models import adapt
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_step import WholeStep, whole_step
+from gt_trainer.steps.captured_step import WholeStepProgram, whole_step
 from gt_trainer.steps.program import CaptureReport, TracingOptions, capture_program
 from gt_trainer.steps.recipe import recipe_of
 
@@ -111,7 +111,7 @@ def refusal_of_another_length(case: Case, folder: str) -> str:
 
 def fake_capture(
     model: str, mesh: str, options: Mapping[str, Any], **recipe: Any
-) -> CaptureReport[WholeStep]:
+) -> CaptureReport[WholeStepProgram]:
     """Two layers of a model on a mesh that does not exist, with the passes of a run on GPUs.
 
     Regions are made, and nothing is compiled.
@@ -148,7 +148,7 @@ def fake_capture(
             )
 
 
-def compiled_operators(report: CaptureReport[WholeStep]) -> dict[str, int]:
+def compiled_operators(report: CaptureReport[WholeStepProgram]) -> dict[str, int]:
     """What stands in regions, and FlexAttention's operators wherever they stand, counted."""
     (graph_module,) = report.graph_modules
     bare = [str(node.target) for node in graph_module.graph.nodes]

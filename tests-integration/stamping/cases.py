@@ -14,7 +14,7 @@ from gt_passes import DescribeOnly
 from gt_trace.stamping import StampReport
 from gt_trainer.dry_run.fake_step import fake_step
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_step import WholeStep, whole_step
+from gt_trainer.steps.captured_step import WholeStepProgram, whole_step
 from gt_trainer.steps.program import CaptureReport, TracingOptions, capture_program
 from gt_trainer.steps.recipe import recipe_of
 from gt_trainer.trainer import GraphTrainer
@@ -88,7 +88,7 @@ def with_layers(config: GraphTrainer.Config, num_layers: int) -> GraphTrainer.Co
     return config
 
 
-def compared_capture(cell: Cell) -> tuple[StampReport, CaptureReport[WholeStep]]:
+def compared_capture(cell: Cell) -> tuple[StampReport, CaptureReport[WholeStepProgram]]:
     """Capture with the comparison switched on, and run the default passes with the verifier.
 
     Raises:
@@ -99,7 +99,9 @@ def compared_capture(cell: Cell) -> tuple[StampReport, CaptureReport[WholeStep]]
     return report.stamping, report
 
 
-def passed_both_ways(cell: Cell) -> tuple[CaptureReport[WholeStep], CaptureReport[WholeStep]]:
+def passed_both_ways(
+    cell: Cell,
+) -> tuple[CaptureReport[WholeStepProgram], CaptureReport[WholeStepProgram]]:
     """Capture by stamping and in full, apart, and run the passes of ``cell.options`` on both.
 
     The compiler passes only say what they would do: generated code is a function of the graph.
@@ -110,7 +112,7 @@ def passed_both_ways(cell: Cell) -> tuple[CaptureReport[WholeStep], CaptureRepor
     return _captured(cell, "stamped"), _captured(cell, "full")
 
 
-def _captured(cell: Cell, capture_layers: CaptureLayers) -> CaptureReport[WholeStep]:
+def _captured(cell: Cell, capture_layers: CaptureLayers) -> CaptureReport[WholeStepProgram]:
     config = getattr(importlib.import_module(f"gt_trainer.models.{cell.module}"), cell.config)()
     with_layers(config, cell.num_layers)
     for name, degree in cell.degrees.items():

@@ -21,7 +21,7 @@ from gt_config import EpOverlapConfig
 from gt_passes.analysis.outlined_region import nodes_with_bodies, region_of
 from gt_trace.stamping import step_differences
 from gt_trace.testing import GlooWorkers
-from gt_trainer.steps.captured_step import WholeStep
+from gt_trainer.steps.captured_step import WholeStepProgram
 from gt_trainer.steps.program import CaptureReport
 
 DEPTHS = (5, 6, 8, 32)
@@ -118,7 +118,9 @@ OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
 QUICK_OPTIONS = ("selective",)
 
 
-def assert_same_graphs(stamped: CaptureReport[WholeStep], full: CaptureReport[WholeStep]) -> None:
+def assert_same_graphs(
+    stamped: CaptureReport[WholeStepProgram], full: CaptureReport[WholeStepProgram]
+) -> None:
     """In everything; of regions for Inductor, which are objects of their own, in their bodies."""
     differences = step_differences(stamped.program.traced, full.program.traced)
     assert [line for line in differences if not line.startswith("attributes")] == []
@@ -126,7 +128,7 @@ def assert_same_graphs(stamped: CaptureReport[WholeStep], full: CaptureReport[Wh
     assert bool(differences) == bool(regions_of(full))
 
 
-def regions_of(report: CaptureReport[WholeStep]) -> dict[str, str]:
+def regions_of(report: CaptureReport[WholeStepProgram]) -> dict[str, str]:
     """The code of the body of each region, by the name of the node that calls it."""
     nodes = report.program.traced.graph_module.graph.nodes
     regions = {node.name: region_of(node) for node in nodes}

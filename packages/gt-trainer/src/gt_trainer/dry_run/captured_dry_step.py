@@ -21,8 +21,8 @@ from gt_trainer.dry_run.fake_step import FakeStep
 from gt_trainer.dry_run.simulated_run import SimulatedRun, group_labels, simulate_run
 from gt_trainer.dry_run.step_facts import StepFacts, step_facts
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_microbatches import Microbatches, microbatches
-from gt_trainer.steps.captured_step import WholeStep, whole_step
+from gt_trainer.steps.captured_microbatches import MicrobatchProgram, microbatches
+from gt_trainer.steps.captured_step import WholeStepProgram, whole_step
 from gt_trainer.steps.program import CaptureReport, capture_program, tracing_options
 from gt_trainer.steps.recipe import recipe_of
 from gt_trainer.trainer import GraphTrainer, input_preparers_of
@@ -32,7 +32,7 @@ from gt_trainer.trainer import GraphTrainer, input_preparers_of
 class CapturedDryStep:
     """The graphs of a step after passes, and all that a simulation asks beside them."""
 
-    report: CaptureReport[WholeStep] | CaptureReport[Microbatches]
+    report: CaptureReport[WholeStepProgram] | CaptureReport[MicrobatchProgram]
     stored: Sequence[torch.Tensor]
     """Parameters as this rank stores them."""
 
@@ -88,10 +88,10 @@ def capture_dry_step(
 
 
 def _graphs(
-    report: CaptureReport[WholeStep] | CaptureReport[Microbatches],
+    report: CaptureReport[WholeStepProgram] | CaptureReport[MicrobatchProgram],
 ) -> TracedStep | AccumulationGraphs:
     program = report.program
-    return program.traced if isinstance(program, WholeStep) else program.cut
+    return program.traced if isinstance(program, WholeStepProgram) else program.cut
 
 
 def _host(config: GraphTrainer.Config, captured: TracedStep | AccumulationGraphs) -> HostModel:
@@ -106,7 +106,7 @@ def _host(config: GraphTrainer.Config, captured: TracedStep | AccumulationGraphs
 
 def _capture(
     config: GraphTrainer.Config, step: FakeStep, clock: StartupClock, *, num_microbatches: int
-) -> CaptureReport[WholeStep] | CaptureReport[Microbatches]:
+) -> CaptureReport[WholeStepProgram] | CaptureReport[MicrobatchProgram]:
     options = config.compile
     recipe = recipe_of(
         options,

@@ -32,7 +32,7 @@ from gt_trainer.steps.training_step import LossFunction, num_operators
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Microbatches:
+class MicrobatchProgram:
     """Up to three graphs for the microbatches of a step; see ``Program``."""
 
     kind: ClassVar[str] = "microbatches of a training step"
@@ -107,7 +107,7 @@ def microbatches(
     *args: Any,
     num_microbatches: int,
     options: TracingOptions | None = None,
-) -> ProgramToCapture[Microbatches]:
+) -> ProgramToCapture[MicrobatchProgram]:
     """Return the microbatches of a step as a program to capture.
 
     Args:
@@ -119,15 +119,15 @@ def microbatches(
     """
     options = options or TracingOptions()
 
-    def trace() -> tuple[Microbatches, CaptureLayersReport | None]:
+    def trace() -> tuple[MicrobatchProgram, CaptureLayersReport | None]:
         traced, stamping = trace_training_step(model, loss_fn, *args, options=options)
         cut = cut_accumulation(
             traced, num_results=1, num_microbatches=num_microbatches, verify=options.verify
         )
-        return Microbatches(cut=cut), stamping
+        return MicrobatchProgram(cut=cut), stamping
 
     return ProgramToCapture(
-        program=Microbatches,
+        program=MicrobatchProgram,
         trace=trace,
         model=model,
         identified_by={

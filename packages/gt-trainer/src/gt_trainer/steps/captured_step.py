@@ -29,7 +29,7 @@ from gt_trainer.steps.training_step import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeStep:
+class WholeStepProgram:
     """A training step as one graph; see ``Program``."""
 
     kind: ClassVar[str] = "training step"
@@ -82,7 +82,7 @@ class WholeStep:
 
 def whole_step(
     model: nn.Module, loss_fn: LossFunction, *args: Any, options: TracingOptions | None = None
-) -> ProgramToCapture[WholeStep]:
+) -> ProgramToCapture[WholeStepProgram]:
     """Return ``training_step`` as a program to capture.
 
     Args:
@@ -92,12 +92,12 @@ def whole_step(
         options: None for the defaults.
     """
 
-    def trace() -> tuple[WholeStep, CaptureLayersReport | None]:
+    def trace() -> tuple[WholeStepProgram, CaptureLayersReport | None]:
         traced, stamping = trace_training_step(model, loss_fn, *args, options=options)
-        return WholeStep(traced=traced), stamping
+        return WholeStepProgram(traced=traced), stamping
 
     return ProgramToCapture(
-        program=WholeStep,
+        program=WholeStepProgram,
         trace=trace,
         model=model,
         identified_by={"loss_fn": loss_fn, "arguments": args},

@@ -19,8 +19,8 @@ from gt_pipeline.graph import AccumulatedResult, AccumulatedStep
 from gt_trainer.artifacts.run_artifacts import RunArtifacts
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_joint import JointProgram, joint_program
-from gt_trainer.steps.captured_microbatches import Microbatches, microbatches
-from gt_trainer.steps.captured_step import WholeStep, whole_step
+from gt_trainer.steps.captured_microbatches import MicrobatchProgram, microbatches
+from gt_trainer.steps.captured_step import WholeStepProgram, whole_step
 from gt_trainer.steps.gradients import accumulate_gradients
 from gt_trainer.steps.per_shape import PerShape
 from gt_trainer.steps.program import (
@@ -173,7 +173,7 @@ class ProgramStep(ABC, Generic[ProgramT]):
             return generate_code(shared.captured, recipe)
 
 
-class CapturedTrainingStep(ProgramStep[WholeStep]):
+class CapturedTrainingStep(ProgramStep[WholeStepProgram]):
     """Each batch as one graph of forward, loss and backward."""
 
     def run(
@@ -196,7 +196,7 @@ class CapturedTrainingStep(ProgramStep[WholeStep]):
 
     def _program(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> ProgramToCapture[WholeStep]:
+    ) -> ProgramToCapture[WholeStepProgram]:
         assert not kwargs
         return whole_step(self._model, self._loss_fn, *args, options=self._setup.tracing)
 
@@ -243,10 +243,10 @@ Microbatch = tuple[Batch, torch.Tensor]
 
 
 class UnlikeMicrobatchesError(ValueError):
-    """Microbatches of one step have different shapes, and share graphs."""
+    """MicrobatchProgram of one step have different shapes, and share graphs."""
 
 
-class ReduceOnceStep(ProgramStep[Microbatches]):
+class ReduceOnceStep(ProgramStep[MicrobatchProgram]):
     """All microbatches of a step, as captured graphs that gather and reduce once.
 
     Gradients reach parameters when all microbatches have run.
@@ -268,7 +268,7 @@ class ReduceOnceStep(ProgramStep[Microbatches]):
         """See ``ProgramStep``.
 
         Raises:
-            UnlikeMicrobatchesError: Microbatches have different shapes. Nothing has run.
+            UnlikeMicrobatchesError: MicrobatchProgram have different shapes. Nothing has run.
             InputMismatchError: They differ from the captured ones and the policy is "error".
         """
         assert isinstance(input_dict, list)
@@ -292,7 +292,7 @@ class ReduceOnceStep(ProgramStep[Microbatches]):
 
     def _program(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> ProgramToCapture[Microbatches]:
+    ) -> ProgramToCapture[MicrobatchProgram]:
         batches, global_valid_tokens = args
         assert not kwargs
         return microbatches(
@@ -303,7 +303,7 @@ class ReduceOnceStep(ProgramStep[Microbatches]):
             options=self._setup.tracing,
         )
 
-    def _bind(self, program: Microbatches) -> Callable[..., AccumulatedResult]:
+    def _bind(self, program: MicrobatchProgram) -> Callable[..., AccumulatedResult]:
         step = program.bind(self._model)
         self._steps.append(step)
         if step.left_alone:
