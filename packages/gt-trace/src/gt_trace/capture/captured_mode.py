@@ -26,6 +26,7 @@ from gt_trace._torch_internals import (
 )
 from gt_trace.capture.autocast_cache import SurroundingAutocast
 from gt_trace.capture.failing_node import note_failing_node
+from gt_trace.capture.read_values import ReadValues
 from gt_trace.capture.thread_settings import (
     Settings,
     named_settings,
@@ -86,6 +87,9 @@ class CapturedMode:
     """Whether autograd was enabled; None for a step with a backward, which needs it: a graph has
     its own, and runs wherever it is called."""
 
+    values: ReadValues | None = field(default=None, compare=False, repr=False)
+    """Values outside of tensors that the step may have read; None if the capture was stored."""
+
     @classmethod
     def now(cls, module: nn.Module | None) -> CapturedMode:
         """The modes of ``module``, and of autocast, at this moment."""
@@ -123,10 +127,19 @@ class ModeGuard:
         captured: CapturedMode,
         module: nn.Module | None,
         *,
+        optimizer: torch.optim.Optimizer | None = None,
         lost_hooks: tuple[str, ...] = (GRADIENT_HOOKS,),
     ) -> None:
         self._captured = captured
         self._module = module
+        self._values: ReadValues | None = None
+        if (values := captured.values) is not None:
+            given = {"module": module, "optimizer": optimizer}
+            self._values = values.of(
+                {name: each for name, each in given.items() if each is not None}
+            )
+            if problems := values.differences(self._values):
+                self._refuse(problems)
         self._lost_hooks = lost_hooks
         self._version = 0
         self._settings: Settings | None = None
@@ -149,6 +162,8 @@ class ModeGuard:
         if version != self._version:
             self._look()
             self._version = version
+        if self._values is not None and (problems := self._values.problems()):
+            self._refuse(problems)
         if (
             [each.training for each in self._modules] != self._training
             or list(chain.from_iterable(self._hooks)) != self._hook_numbers

@@ -18,15 +18,10 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from gt_trace.capture.python_state import (
-    HOOKS,
-    MISSING,
-    Change,
-    Holder,
-    PythonState,
-    short,
-    tensors_of,
-)
+from gt_trace.capture.python_holders import ITERATOR, MISSING, Change, Holder, short
+from gt_trace.capture.python_state import HOOKS, PythonState, tensors_of
+from gt_trace.capture.random_state import current_watch
+from gt_trace.capture.read_values import ReadValues
 from gt_trace.errors import CaptureError
 
 
@@ -50,33 +45,44 @@ class PythonChanges:
 
     def __init__(self, module: nn.Module | None) -> None:
         self._module = module
+        self._roots: Mapping[str, object] = {}
+        self._state: PythonState | None = None
         self._left: list[tuple[Holder, dict[Any, Any]]] = []
         self.found: list[Change] = []
-        self.has_tensors = False
-        """Whether objects hold tensors of the trace that they did not hold before."""
+        self.never_settle = False
+        """Whether objects hold tensors of the trace, or iterators have advanced."""
 
     @contextmanager
     def undone(
         self, roots: Mapping[str, object], *, optimizer: torch.optim.Optimizer | None = None
     ) -> Iterator[None]:
-        """Put all Python objects back that are changed inside.
+        """Put all Python objects back that are changed inside, and watch reachable generators.
 
         Args:
             roots: see ``PythonState``.
             optimizer: see ``PythonState``.
         """
-        state = PythonState(roots, optimizer=optimizer)
+        self._roots = roots
+        self._state = state = PythonState(roots, optimizer=optimizer)
+        current_watch().add(state.generators)
         hooks, are_kept = _hooks_in(self._module), False
         try:
             yield
             found = state.changes()
-            self.has_tensors = any(tensors_of(change.after) for change in found)
-            are_kept = _hooks_in(self._module) != hooks and not self.has_tensors
+            self.never_settle = any(
+                change.holder.kind is ITERATOR or tensors_of(change.after) for change in found
+            )
+            are_kept = _hooks_in(self._module) != hooks and not self.never_settle
             if not are_kept:
                 self.found = found
         finally:
             if not are_kept:
                 self._left = state.restore()
+
+    def values_read(self) -> ReadValues:
+        """Return the values outside of tensors that the step may have read."""
+        state, self._state = self._state, None
+        return ReadValues(self._roots, state)
 
     def keep(self) -> None:
         """Make the changes again."""
@@ -144,7 +150,7 @@ def with_settled_objects(
     captured = capture(changes)
     if not changes.found:
         return captured
-    if changes.has_tensors:
+    if changes.never_settle:
         changes.refuse()
     changes.keep()
     settled = False
@@ -185,6 +191,8 @@ def _hooks_in(module: nn.Module | None) -> list[int]:
 def _line(change: Change) -> str:
     place = change.holder.place(change.key)
     where = _where_set(change) + _remedy(change)
+    if change.holder.kind is ITERATOR:
+        return f"{place} has advanced: {short(change.holder.target)}"
     if change.before is MISSING:
         return f"{place} is new: {_shown(change.after)}{where}"
     if change.after is MISSING:

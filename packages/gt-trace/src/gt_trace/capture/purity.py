@@ -18,10 +18,12 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import GraphModule
 
 from gt_trace._torch_internals import (
     asks_for_values,
+    is_traceable_wrapper_subclass,
     lacks_fake_kernel,
     pytree,
     storage_key,
@@ -152,6 +154,11 @@ def refuse_unknown_results(result: Any) -> None:
 def result_problem(leaf: Any) -> str | None:
     """Return why a leaf of a result is none that a graph can return; None for those it can."""
     kind = type(leaf)
+    is_wrapper = is_traceable_wrapper_subclass(leaf)
+    if isinstance(leaf, torch.Tensor) and not (is_wrapper or isinstance(leaf, nn.Parameter)):
+        given = [name for name in vars(leaf) if name not in _OF_STAND_INS and name[0] != "_"]
+        if given:
+            return f"has the attribute {given[0]}; return the value of the attribute, too"
     if isinstance(leaf, torch.Tensor | Enum) or kind in _PLAIN_RESULTS:
         return None
     article = "an" if kind.__name__[0] in "AEIOUaeiou" else "a"
@@ -165,6 +172,11 @@ def result_problem(leaf: Any) -> str | None:
         "and dictionaries of them"
     )
 
+
+_OF_STAND_INS = frozenset(
+    {"fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor", "elem"}
+)
+"""Attributes that the tensors of a trace have, and those of a user do not."""
 
 _PLAIN_RESULTS = frozenset(
     {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,12 +19,11 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 from torch.fx import Node
 
 from gt_trace._torch_internals import DisableTorchFunction, get_proxy_mode, no_dispatch
 from gt_trace.capture.random_draws import advances_generator, explicit_generator
-from gt_trace.capture.reachable_generators import HeldGenerator, reachable_generators
+from gt_trace.capture.random_generators import HeldGenerator, ambient_generators
 from gt_trace.errors import CaptureError
 
 Captured = TypeVar("Captured")
@@ -99,6 +98,15 @@ class RandomWatch:
             for each in self._watched.values():
                 self._compare(each)
 
+    def add(self, generators: Iterable[HeldGenerator]) -> None:
+        """Compare these, too."""
+        known = {each.key for each in self.generators}
+        added = {each.key: each for each in generators if each.key not in known}
+        self.generators[:0] = added.values()  # unknown ones remain the last
+        if self._watched:  # a run is under way
+            with _on_real_tensors():
+                self._watched |= {key: _Watched.now(each) for key, each in added.items()}
+
     def follow_draws(self) -> None:
         """Compare states wherever the trace in force records an operator that draws."""
         mode = get_proxy_mode()
@@ -161,22 +169,18 @@ def current_watch() -> RandomWatch:
     return _current.get() or RandomWatch(())
 
 
-def with_untouched_generators(
-    fn: Callable[..., Any], module: nn.Module | None, capture: Callable[[], Captured]
-) -> Captured:
+def with_untouched_generators(capture: Callable[[], Captured]) -> Captured:
     """Capture a step, and check that it neither sets generators nor draws outside of operators.
 
     Args:
-        fn: the step.
-        module: its model.
-        capture: makes the capture, in ``current_watch().running()``. It is called again if an
-            operator drew from a generator that ``reachable_generators`` did not find, and to find
-            the lines at fault.
+        capture: adds the generators that the step can reach to ``current_watch()``, and makes the
+            capture in ``current_watch().running()``. It is called again if an operator drew from
+            a generator that was not added, and to find the lines at fault.
 
     Raises:
         CaptureError: lists each generator that changed, with the line.
     """
-    captured, watch = _watched(capture, RandomWatch(reachable_generators(fn, module)))
+    captured, watch = _watched(capture, RandomWatch([*ambient_generators()]))
     if watch.num_unknown:
         # Another run shows whether the step sets them, or makes others each time.
         captured, watch = _watched(capture, RandomWatch(watch.generators))

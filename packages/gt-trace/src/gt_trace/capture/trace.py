@@ -183,7 +183,7 @@ def trace_without_code(
             argument_spec=flat.argument_spec,
             output_spec=step.output_spec,
             output_layouts=tuple(step.output_layouts),
-            mode=captured_mode.of_graph(graph_module),
+            mode=replace(captured_mode.of_graph(graph_module), values=changes.values_read()),
             groups=captured_groups(optimizer, parameter_names(flat.slots)),
         )
 
@@ -194,7 +194,7 @@ def trace_without_code(
                 lambda: with_settled_objects(module, lambda changes: once(changes, args, kwargs)),
             )
 
-        return with_untouched_generators(fn, module, settled)
+        return with_untouched_generators(settled)
 
     return capture
 

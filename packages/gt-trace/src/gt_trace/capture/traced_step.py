@@ -82,7 +82,7 @@ class BoundStep:
         self.step = step
         self._executable = executable
         self._inputs = BoundInputs(step, module, optimizer)
-        self._guard = ModeGuard(step.mode, module)
+        self._guard = ModeGuard(step.mode, module, optimizer=optimizer)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.

@@ -117,7 +117,7 @@ def export_joint_graph(
     def settled() -> JointGraph:
         return with_settled_hooks(module, lambda: with_settled_objects(module, once))
 
-    return with_untouched_generators(module.forward, module, settled)
+    return with_untouched_generators(settled)
 
 
 def _joint_graph(
@@ -174,7 +174,7 @@ def _joint_graph(
         differentiable=_differentiable(flat),
         recast=frozenset(shell.recast),
         gradient_layouts=gradient_layouts,
-        mode=mode.of_graph(graph_module),
+        mode=replace(mode.of_graph(graph_module), values=changes.values_read()),
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,8 +32,9 @@ from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
 from gt_trace.capture.kernel_strides import new_fake_mode
 from gt_trace.capture.module_state import StateSlot, collect_state
 from gt_trace.capture.python_state import PythonState
+from gt_trace.capture.random_generators import ambient_generators
 from gt_trace.capture.random_state import RandomWatch
-from gt_trace.capture.reachable_generators import HeldGenerator, reachable_generators
+from gt_trace.capture.read_values import ReadValues
 from gt_trace.capture.trace import (
     ConstantPolicy,
     trace_step,
@@ -189,7 +190,7 @@ class _Stamper:
     known_functions: frozenset[str]
     min_layers: int
     num_layers: int = 0
-    generators: Sequence[HeldGenerator] = ()
+    values: ReadValues | None = None
 
     def capture(self) -> StampedCapture:
         """Stamp, or raise ``NotStampable`` where the step must be captured in full."""
@@ -202,7 +203,6 @@ class _Stamper:
         slots = collect_state(self.module)
         refuse_shared_weights(layers, slots)
         refuse_backward_hooks(layers)
-        self.generators = reachable_generators(self.fn, self.module)
         kinds, difference = self._kinds(layers)
         try:
             plan = plan_layers(kinds)
@@ -212,10 +212,12 @@ class _Stamper:
         for preparer in self.preparers:
             inputs = preparer.before_faking(inputs)
         flat = FlatInputs.of(self.fn, slots, inputs)
+        self.values = None
+        recording = self._record(flat, layers, range(len(layers)), Vocabulary())
         whole = WholeStep(
             flat=flat,
-            recording=self._record(flat, layers, range(len(layers)), Vocabulary()),
-            mode=mode,
+            recording=recording,
+            mode=replace(mode, values=self.values),
             meta_device=self.meta_device,
         )
         require_equal_streams(
@@ -301,11 +303,13 @@ class _Stamper:
                 inputs = preparer.inside_trace(inputs)
             leaves = pytree.tree_leaves((inputs.args, dict(inputs.kwargs)))
 
-            watch = RandomWatch(self.generators)
+            watch = RandomWatch([*ambient_generators()])
+            roots = {"module": self.module, "step": self.fn}
+            roots |= {"args": inputs.args, "kwargs": inputs.kwargs}
 
             def run() -> Any:
                 with (
-                    _unchanged(self.module, self.fn, inputs),
+                    _unchanged(roots, watch) as objects,
                     _swapped(flat.slots, state),
                     watch.running(),
                     autocast_cache(enabled=torch.is_autocast_cache_enabled()),
@@ -315,6 +319,7 @@ class _Stamper:
                     watch.look()
                 if watch.changes:
                     raise NotStampable("the step changes a random number generator")
+                self.values = self.values or ReadValues(roots, objects)  # first the whole model's
                 return result
 
             with _told(layers, keep):
@@ -332,22 +337,23 @@ class _Stamper:
 
 
 @contextmanager
-def _unchanged(module: nn.Module, fn: Callable[..., Any], inputs: TraceInputs) -> Iterator[None]:
+def _unchanged(roots: Mapping[str, object], watch: RandomWatch) -> Iterator[PythonState]:
     """Undo the changes of Python objects that are made inside, as ``PythonState`` finds them.
 
     Raises:
         NotStampable: something has changed. The full trace shall find the model as it was.
     """
-    state = PythonState({"": module, "step": fn, "args": inputs.args, "kwargs": inputs.kwargs})
+    state = PythonState(roots)
+    watch.add(state.generators)
     changed = []
     try:
-        yield
+        yield state
         changed = state.changes()
     finally:
         state.restore()
     if changed:
         place = changed[0].holder.place(changed[0].key)
-        raise NotStampable(f"the forward sets {place.lstrip('.')}")
+        raise NotStampable(f"the forward sets {place.removeprefix('module.')}")
 
 
 @contextmanager

@@ -1,0 +1,169 @@
+"""Numbers, texts and functions that a step read are compared at each call."""
+
+from __future__ import annotations
+
+import contextvars
+import enum
+import os
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gt_trace import StateMismatchError, trace_step
+from gt_trace.joint import export_joint_graph, partition
+from gt_trace.stamping import trace_step_by_stamping
+
+FACTOR = 2.0
+VARIABLE = contextvars.ContextVar("factor", default=2.0)
+THREAD = threading.local()
+THREAD.factor = 2.0
+MODULE = types.ModuleType("constants_of_test_read_values")
+MODULE.factor = 2.0
+os.environ["TEST_READ_VALUES"] = "2"
+
+
+class Kind(enum.Enum):
+    WIDE = 2.0
+    NARROW = 1.0
+
+
+class Settings:
+    factor = 2.0
+
+
+class Model(nn.Module):
+    factor = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.dropout, self.act = nn.Dropout(0.5), nn.ReLU()
+        self.scale, self.unread, self.kind = 2.0, 0, Kind.WIDE
+        self.config = {"rates": [1.0, 2.0], "nested": types.SimpleNamespace(power=2, unread=1)}
+        self.function, self.table = functional.relu, torch.ones(4).numpy()
+
+    def widen(self, x: Tensor) -> Tensor:
+        return x * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.function(self.act(self.dropout(self.norm(self.linear(x)))))
+        x = self.widen(x) * self.scale * self.factor * self.config["rates"][1] * self.kind.value
+        x = x ** self.config["nested"].power * float(self.table[0]) * getattr(self, "late", 1.0)
+        return x * FACTOR * VARIABLE.get() * THREAD.factor * MODULE.factor * Settings.factor
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.model, self.step, self.losses = Model(), 0, [1.0]
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.closure = [2.0]
+
+    def train(self, x: Tensor) -> Tensor:
+        loss = self.model(x).sum() * int(os.environ["TEST_READ_VALUES"]) * self.closure[0]
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def run(self, x: Tensor) -> None:
+        self.step += 1
+        self.losses.append(float(self.train(x)))
+
+
+def set_function(name: str, value: Any) -> Callable[[Trainer, pytest.MonkeyPatch], None]:
+    return lambda trainer, patch: setattr(trainer.model, name, value)
+
+
+CHANGES: dict[str, tuple[Callable[[Trainer, pytest.MonkeyPatch], Any], str]] = {
+    "dropout": (lambda t, _: setattr(t.model.dropout, "p", 0.1), "module.dropout.p is 0.1"),
+    "momentum": (lambda t, _: setattr(t.model.norm, "momentum", 0.5), "module.norm.momentum"),
+    "epsilon": (lambda t, _: setattr(t.model.norm, "eps", 0.5), "module.norm.eps is 0.5"),
+    "attribute": (set_function("scale", 3.0), "module.scale is 3.0, and was 2.0"),
+    "type": (set_function("scale", 2), "module.scale is 2, and was 2.0"),
+    "late": (set_function("late", 3.0), "module.late is 3.0, and was missing"),
+    "gone": (lambda t, _: delattr(t.model, "scale"), "module.scale is gone, and was 2.0"),
+    "member": (set_function("kind", Kind.NARROW), "module.kind is <Kind.NARROW: 1.0>"),
+    "list": (lambda t, _: t.model.config["rates"].__setitem__(1, 5.0), "['rates'][1] is 5.0"),
+    "new list": (lambda t, _: t.model.config.update(rates=[1.0, 5.0]), "['rates'][1] is 5.0"),
+    "new dict": (set_function("config", {"rates": [1.0, 2.0]}), "config['nested'].power is gone"),
+    "longer": (lambda t, _: t.closure.append(1.0), "the length of step.closure is 2"),
+    "object": (lambda t, _: setattr(t.model.config["nested"], "power", 3), ".power is 3"),
+    "function": (set_function("function", torch.tanh), "module.function is <built-in"),
+    "module": (set_function("act", nn.Tanh()), "the class of module.act is 'Tanh'"),
+    "array": (lambda t, _: t.model.table.fill(3.0), "module.table is"),
+    "closure": (lambda t, _: t.closure.__setitem__(0, 3.0), "step.closure[0] is 3.0"),
+    "global": (lambda t, p: p.setitem(globals(), "FACTOR", 3.0), "FACTOR is 3.0"),
+    "variable": (lambda t, _: VARIABLE.set(3.0), "the context variable factor is"),
+    "thread": (lambda t, p: p.setattr(THREAD, "factor", 3.0), "THREAD.factor is 3.0"),
+    "import": (lambda t, p: p.setattr(MODULE, "factor", 3.0), "factor is 3.0"),
+    "class": (lambda t, p: p.setattr(Settings, "factor", 3.0), "Settings.factor is 3.0"),
+    "class of module": (lambda t, p: p.setattr(Model, "factor", 3.0), "Model.factor is 3.0"),
+    "method": (lambda t, p: p.setattr(Model, "widen", lambda _, x: x), "Model.widen is <function"),
+    "environment": (lambda t, p: p.setenv("TEST_READ_VALUES", "3"), "os.environ['TEST_READ_VALU"),
+    "hook": (lambda t, _: t.optimizer.register_step_post_hook(print), "_post_hooks"),
+}
+
+
+def captured(trainer: Trainer) -> Callable[[Tensor], Tensor]:
+    step = trace_step(trainer.train, module=trainer.model, optimizer=trainer.optimizer)
+    return step(torch.ones(3, 4)).bind(trainer.model, trainer.optimizer)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_change_from_outside_is_refused_with_both_values(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, expected = CHANGES[name]
+    trainer, x = Trainer(), torch.ones(3, 4)
+    step = captured(trainer)
+    step(x)
+    token = VARIABLE.set(VARIABLE.get())
+    change(trainer, monkeypatch)
+    with pytest.raises(StateMismatchError, match="not as it was when it was captured") as error:
+        step(x)
+    VARIABLE.reset(token)
+    assert expected in str(error.value)
+
+
+def test_values_that_the_step_does_not_read_may_change() -> None:
+    trainer, x = Trainer(), torch.ones(3, 4)
+    step, before = captured(trainer), dict(vars(trainer.model.config["nested"]))
+    trainer.train = step  # type: ignore[method-assign]  # as trainers do
+    for count in range(3):
+        trainer.run(x)
+        trainer.model.unread = count
+        trainer.model.noted = count
+        trainer.model.scale = float("2")
+        trainer.model.config = {**trainer.model.config, "nested": types.SimpleNamespace(**before)}
+    assert (trainer.step, len(trainer.losses)) == (3, 4)
+
+
+def test_model_with_another_number_is_refused_when_it_is_bound() -> None:
+    model, other, x = Model(), Model(), torch.ones(3, 4)
+    other.dropout.p = 0.1
+    step = trace_step(lambda x: model(x).sum().detach(), module=model)(x)
+    step.bind(Model())
+    with pytest.raises(StateMismatchError, match=r"dropout\.p is 0\.1, and was 0\.5 when"):
+        step.bind(other)
+
+
+def test_joint_graphs_and_replicated_layers_refuse_it_too() -> None:
+    model, x = Model(), torch.ones(3, 4)
+    joint = partition(export_joint_graph(model, (x,))).bind(model)
+    joint(x)
+    model.dropout.p = 0.1
+    with pytest.raises(StateMismatchError, match=r"module\.dropout\.p is 0\.1"):
+        joint(x)
+    layers = nn.Sequential(*(Model() for _ in range(6)))
+    step = trace_step_by_stamping(lambda x: layers(x).sum().detach(), module=layers)(x).step
+    bound = step.bind(layers)
+    bound(x)
+    layers[4].scale = 3.0
+    with pytest.raises(StateMismatchError, match=r"module\.4\.scale is 3\.0"):
+        bound(x)
