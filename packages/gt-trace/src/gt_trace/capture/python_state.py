@@ -89,7 +89,7 @@ _MOST_DEPTH = 20
 _CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context", "jvp", "vjp", "vmap"})
 _OF_ITERATORS = frozenset({"builtins", "itertools", "collections", "_collections"})
 _INSTALLED = os.path.dirname(os.path.dirname(torch.__file__)) + os.sep
-"""Where packages are installed. Modules there that do not import PyTorch are libraries."""
+"""Folder of installed packages. Modules there that do not import PyTorch are libraries."""
 
 _CODE = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
 
@@ -118,7 +118,7 @@ class PythonState:
         """Names of globals that the code reads, by the id of their dictionary."""
 
         self.nodes: list[Holder] = []
-        """What was entered and has contents: holders, and what cannot be changed."""
+        """Entered objects that have contents: holders, and tuples."""
 
         self.entered: dict[tuple[int, int], list[int]] = {}
         """Ids of what was reached from a holder, by the ids of the holder and the key."""

@@ -90,7 +90,8 @@ class ReadValues:
         self._in_objects: list[Any] = []
         self._sized: list[Any] = []
         self._copied: list[Holder] = []
-        state = state or PythonState(self.roots)
+        optimizer: Any = self.roots.get("optimizer")
+        state = state or PythonState(self.roots, optimizer=optimizer)
         self._reads = names or _Names(
             attributes=state.attributes - NO_STATE - {"training"},
             mentioned=state.mentioned,
@@ -163,12 +164,14 @@ class ReadValues:
             if holder.kind in (SET, BUFFER, VARIABLE):
                 self._copied.append(Holder(holder.kind, holder.target, holder.before, "", None))
                 self._values[holder.path] = holder.before
-            elif holder.kind in (LIST, MAPPING, DEQUE) and not _is_table(holder):
+            elif holder.kind in (LIST, MAPPING, DEQUE) and not (
+                _is_table(holder) or _is_group(holder)
+            ):
                 self._values[f"the length of {holder.path}"] = len(holder.before)
                 if not isinstance(holder.target, tuple | frozenset):
                     self._sized.append(holder.target)
-            elif holder.kind is OBJECT and hasattr(holder.target, "__dict__"):
-                self._sized.append(vars(holder.target))
+            elif holder.kind is OBJECT and not isinstance(holder.target, types.FunctionType):
+                self._sized.append(getattr(holder.target, "__dict__", ()))
             for key, value in _read_of(holder, self._reads):
                 for entered in state.entered.get((id(holder), id(key)), ()):
                     pending += nodes.get(entered, ())
@@ -206,9 +209,15 @@ def _read_of(holder: Holder, names: _Names) -> Iterator[tuple[Any, Any]]:
         held = kind.read(holder.target)  # without the wrappers of a trace
         for key in held.keys() & (names.mentioned | always):
             value = held[key]
+            if key == "step" and hasattr(
+                value, "_wrapped_by_lr_sched"
+            ):  # schedulers count the steps of optimizers
+                continue
             # A number is not called.
             if key in names.attributes or key in always or not isinstance(value, BY_VALUE):
                 yield key, value
+    elif _is_group(holder):  # all else is compared by ``BoundOptimizer``
+        yield from ((key, held[key]) for key in held.keys() & {"initial_lr"} & names.mentioned)
     elif kind is GLOBALS or kind is ENVIRONMENT:
         is_module = kind is GLOBALS
         read = names.of_globals.get(id(holder.target), set()) if is_module else names.mentioned
@@ -220,6 +229,11 @@ def _read_of(holder: Holder, names: _Names) -> Iterator[tuple[Any, Any]]:
 def _is_table(holder: Holder) -> bool:
     parent = holder.parent
     return holder.key in _TABLES and not isinstance(parent, str) and parent.kind is OBJECT
+
+
+def _is_group(holder: Holder) -> bool:
+    """Whether it is a parameter group of an optimizer."""
+    return not isinstance(holder.parent, str) and holder.parent.key == "param_groups"
 
 
 def _are_known(values: Iterator[Any], known: list[Any]) -> bool:
