@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from types import MethodType
+
 import pytest
 import torch
 from torch import nn
@@ -166,3 +169,12 @@ def test_annotations_of_a_node_can_be_written_read_and_removed() -> None:
     remove_annotation(node, ModuleAnnotation)
     assert read_annotation(node, ModuleAnnotation) is None
     assert read_annotation(node, EpRegionAnnotation) == EpRegionAnnotation(kind="compute")
+
+
+def test_a_deep_copy_of_an_annotated_object_runs_its_own_patched_method() -> None:
+    layer = nn.Linear(2, 2)
+    layer.forward = MethodType(lambda self, x: x * self.weight, layer)  # type: ignore[method-assign]
+    with annotate_method(layer, "forward", ModuleAnnotation(fqn="a")):
+        copied = copy.deepcopy(layer)
+    assert vars(copied)["forward"].__self__ is copied
+    assert vars(layer)["forward"].__self__ is layer

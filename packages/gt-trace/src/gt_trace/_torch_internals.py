@@ -46,6 +46,9 @@ from torch._subclasses.fake_tensor import (
     is_fake,
 )
 
+# Tensors of a joint graph's capture are of a class of their own; it has no public name.
+from torch._subclasses.functional_tensor import FunctionalTensor
+
 # DTensor is public, its constructor over a local tensor and the class of its layouts are not.
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec

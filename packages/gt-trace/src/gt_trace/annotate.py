@@ -1,16 +1,19 @@
 """Annotations put on while the step runs, so that the traced nodes carry them.
 
-Nothing here patches a class. Methods of the *instances* of one model are wrapped, and the handle
-that comes back takes the wrappers off again. Outside a trace the wrappers change nothing.
+A method is wrapped in the class, and the wrapper annotates the calls on annotated instances alone.
+Nothing is stored on an instance, so that a copy of one runs its own method. The handle that comes
+back takes the wrappers off again. Outside a trace the wrappers change nothing.
 Source of the mechanism: ``torch.fx.traceback.annotate``.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, Self
 
 import torch.fx.traceback as fx_traceback
@@ -56,11 +59,94 @@ class AnnotationHandle:
         self.undo()
 
 
+class _OwnMethod:
+    """An annotated attribute of one instance, as a patched ``forward``."""
+
+    def __init__(self, original: Callable[..., Any], meta: dict[str, Any]) -> None:
+        functools.update_wrapper(self, original)
+        self._original = original
+        self._meta = meta
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with fx_traceback.annotate(self._meta):
+            return self._original(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._original, memo)
+
+
+class _ClassMethod:
+    """A method of a class, wrapped while some instances of the class are annotated."""
+
+    def __init__(self, owner: type, method: str, original: FunctionType) -> None:
+        self._owner = owner
+        self._method = method
+        self._own = vars(owner).get(method)
+        self._metas: dict[int, list[dict[str, Any]]] = {}
+        metas = self._metas
+
+        @functools.wraps(original)
+        def annotated(self: Any, *args: Any, **kwargs: Any) -> Any:
+            found = metas.get(id(self))
+            if found is None:
+                return original(self, *args, **kwargs)
+            meta = found[0] if len(found) == 1 else dict(item for m in found for item in m.items())
+            with fx_traceback.annotate(meta):
+                return original(self, *args, **kwargs)
+
+        self._wrapper = annotated
+        setattr(owner, method, annotated)
+
+    @classmethod
+    def of(cls, instance: object, method: str) -> _ClassMethod | None:
+        """Return the wrapped method; None if the instance does not have it from its class."""
+        owner = type(instance)
+        found = inspect.getattr_static(owner, method, None)
+        if method in getattr(instance, "__dict__", ()) or not isinstance(found, FunctionType):
+            return None
+        known = _WRAPPED.get((owner, method))
+        if known is None:
+            known = _WRAPPED[owner, method] = cls(owner, method, found)
+        return known
+
+    def add(self, instance: object, meta: dict[str, Any]) -> Callable[[], None]:
+        """Annotate the calls on one instance, and return what undoes it."""
+        # The first one that was put on is the innermost, and wins.
+        self._metas.setdefault(id(instance), []).insert(0, meta)
+
+        def undo() -> None:
+            held = self._metas[id(instance)]
+            is_on_top = vars(self._owner).get(self._method) is self._wrapper
+            if held[0] is not meta or not is_on_top:
+                raise _wrapped_again(instance, self._method)
+            del held[0]
+            if not held:
+                del self._metas[id(instance)]
+            if not self._metas:
+                del _WRAPPED[self._owner, self._method]
+                if self._own is None:
+                    delattr(self._owner, self._method)
+                else:
+                    setattr(self._owner, self._method, self._own)
+
+        return undo
+
+
+_WRAPPED: dict[tuple[type, str], _ClassMethod] = {}
+
+
+def _wrapped_again(instance: object, method: str) -> RuntimeError:
+    return RuntimeError(
+        f"{type(instance).__name__}.{method} was wrapped again after it was annotated; undo the "
+        "later wrapper first"
+    )
+
+
 def annotate_method(instance: object, method: str, annotation: NodeAnnotation) -> AnnotationHandle:
     """Annotate what one method of one object traces.
 
     Args:
-        instance: any object with an instance dictionary, usually an ``nn.Module``.
+        instance: any object, usually an ``nn.Module``.
         method: name of a method of it.
         annotation: what the nodes traced inside the method shall carry.
 
@@ -81,21 +167,16 @@ def annotate_method(instance: object, method: str, annotation: NodeAnnotation) -
             f"{type(instance).__name__} has no method {method!r} to annotate; it has {known}"
         )
     meta = dict(annotation.to_meta())
-
-    @functools.wraps(original)
-    def annotated(*args: Any, **kwargs: Any) -> Any:
-        with fx_traceback.annotate(meta):
-            return original(*args, **kwargs)
-
+    of_class = _ClassMethod.of(instance, method)
+    if of_class is not None:
+        return AnnotationHandle([of_class.add(instance, meta)])
+    annotated = _OwnMethod(original, meta)
     had_own = method in vars(instance)
     object.__setattr__(instance, method, annotated)
 
     def undo() -> None:
         if vars(instance).get(method) is not annotated:
-            raise RuntimeError(
-                f"{type(instance).__name__}.{method} was wrapped again after it was annotated; "
-                "undo the later wrapper first"
-            )
+            raise _wrapped_again(instance, method)
         if had_own:
             object.__setattr__(instance, method, original)
         else:

@@ -270,6 +270,28 @@ def test_cleared_gradients_are_not(options):
     require_equal(eager, mine, mine.captured(), INPUTS[1:4])
 
 
+@pytest.mark.parametrize("clears_at_end", [False, True])
+def test_no_gradient_of_an_earlier_step_remains_after_a_call(clears_at_end: bool) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(x).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        optimizer.step()
+        if clears_at_end:
+            optimizer.zero_grad()
+        return loss
+
+    step(torch.ones(2, 4))
+    run = trace_step(step, module=model, optimizer=optimizer)(torch.ones(2, 4))
+    assert run.written_gradients == ("weight", "bias")
+    model.weight.grad = torch.ones(4, 4)
+    run.bind(model, optimizer)(torch.ones(2, 4))
+    assert model.weight.grad is None
+
+
 def test_an_optimizer_that_was_not_given_is_refused():
     mine = Training.of(lambda p: SGD(p, lr=0.1), clears=False, afterwards=lambda o: o.zero_grad())
     with pytest.raises(CaptureError, match=r"SGD steps inside of the step, so that its hyper"):

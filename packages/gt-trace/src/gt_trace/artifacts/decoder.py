@@ -353,6 +353,8 @@ class Decoder:
             dtype=self.value(item["dtype"]),
             layout=self.layout(item["layout"]),
             requires_grad=bool(item["requires_grad"]),
+            same_as=None if item["same_as"] is None else str(item["same_as"]),
+            attributes=tuple((str(name), self.value(value)) for name, value in item["attributes"]),
         )
 
     def graph_input(self, item: Any) -> GraphInput:

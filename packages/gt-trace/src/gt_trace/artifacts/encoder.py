@@ -338,6 +338,8 @@ class Encoder:
             "dtype": self.value(signature.dtype),
             "layout": self.layout(signature.layout),
             "requires_grad": signature.requires_grad,
+            "same_as": signature.same_as,
+            "attributes": [[name, self.value(value)] for name, value in signature.attributes],
         }
 
     def graph_input(self, graph_input: GraphInput) -> Any:

@@ -19,6 +19,7 @@ from gt_trace.capture.module_state import (
     StateSlot,
     collect_state,
     parameter_names,
+    state_names,
 )
 from gt_trace.capture.optimizer_state import (
     BoundOptimizer,
@@ -108,6 +109,7 @@ class BoundInputs:
         self._storages: set[int] = set()
         self._forms: list[tuple[torch.Tensor, torch.Size, tuple[int, ...], torch.dtype]] = []
         self._slots: list[StateSlot] = []
+        self._state_names: dict[int, str] = {}
         self._places: list[tuple[Mapping[Any, Any], Any, torch.Tensor]] = []
         self._inner: list[tuple[torch.Tensor, str, torch.Tensor]] = []
         self._bound_optimizer: BoundOptimizer | None = None
@@ -126,8 +128,8 @@ class BoundInputs:
                 have strides that they cannot be copied from; or depend on one another.
             StateMismatchError: the state was replaced by one that does not fit.
         """
-        flat = self._reader.plain_tensors(args, kwargs)
         static = self.static_tensors()
+        flat = self._reader.plain_tensors(args, kwargs, state=self._state_names)
         if self._writes or self._differentiates_arguments:
             self._refuse_dependent(flat, (args, kwargs))
         return [*static, *flat]
@@ -198,6 +200,7 @@ class BoundInputs:
                 "the module's state is not the one that was captured:\n  " + "\n  ".join(problems)
             )
         self._slots, self._static, self._inner = slots, static, inner
+        self._state_names = state_names(slots)
         self._bound_optimizer = BoundOptimizer(self._optimizer) if self._optimizer else None
         self._places = [(*place, slot.tensor) for slot in slots for place in slot.places]
         self._forms = [(each, each.shape, each.stride(), each.dtype) for each in static]

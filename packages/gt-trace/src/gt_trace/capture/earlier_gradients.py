@@ -39,6 +39,9 @@ class EarlierGradients:
         self.are_more = False
         """Whether the step left others, so that it must be traced again."""
 
+        self.written: tuple[str, ...] = ()
+        """Names of the parameters, except those whose gradients the step left untouched."""
+
     def give(self, state: Sequence[torch.Tensor]) -> None:
         """Give stand-ins of parameters a gradient."""
         self._nodes = {}
@@ -54,7 +57,15 @@ class EarlierGradients:
             CaptureError: the step read gradients that it was given; all are listed.
         """
         left = {index for index in self._names if state[index].grad is not None}
-        zero = {index for index in left if all(map(_is_cleared, _nodes_of(state[index].grad)))}
+        now = {index: _nodes_of(state[index].grad) for index in left}
+        self.written = tuple(
+            name
+            for index, name in self._names.items()
+            if index not in left
+            or now[index] != self._nodes.get(index)
+            or any(node.users for node in now[index])
+        )
+        zero = {index for index in left if all(map(_is_cleared, now[index]))}
         for index in left:
             state[index].grad = None
         self.are_more = not left <= self._given

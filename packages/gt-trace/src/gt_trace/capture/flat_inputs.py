@@ -20,7 +20,8 @@ from gt_trace._torch_internals import (
 from gt_trace.capture.block_masks import register_block_masks
 from gt_trace.capture.graph_inputs import ArgumentSignature, GraphInput
 from gt_trace.capture.input_preparers import TraceInputs
-from gt_trace.capture.module_state import StateSlot
+from gt_trace.capture.module_state import StateSlot, state_names
+from gt_trace.capture.stand_ins import compared_attributes, is_live, liken, reserved_attributes
 from gt_trace.capture.subclass_layout import (
     TensorLayout,
     flatten_tensor,
@@ -38,6 +39,9 @@ class FlatArgument:
     leaf: Any
     layout: TensorLayout | None
     """How a tensor is made of plain ones; None for a leaf that is no tensor."""
+
+    same_as: str | None = None
+    """An input before this one that is the same tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,21 +67,31 @@ class FlatInputs:
         positional = _positional_names(fn)
         arguments: list[FlatArgument] = []
         problems: list[str] = []
+        known = state_names(slots)
         for path, leaf in with_paths:
             name = _path_name(path, positional)
+            same_as = None
             layout = flatten_tensor(leaf)[1] if isinstance(leaf, torch.Tensor) else None
             if layout is None and not isinstance(leaf, bool | int | float | complex | str | None):
                 problems.append(
                     f"{name} is a {type(leaf).__name__}; pass tensors, numbers, strings, None or "
                     "containers of them, and let the step read other objects by closure"
                 )
-            if isinstance(leaf, torch.Tensor) and (problem := _tensor_problem(leaf)):
-                problems.append(f"{name} is {problem}")
-            arguments.append(FlatArgument(name=name, leaf=leaf, layout=layout))
+            if isinstance(leaf, torch.Tensor):
+                if problem := _tensor_problem(leaf):
+                    problems.append(f"{name} is {problem}")
+                problems += _reserved_names(name, leaf)
+                first = known.setdefault(id(leaf), name)
+                same_as = first if first is not name else None
+            arguments.append(FlatArgument(name=name, leaf=leaf, layout=layout, same_as=same_as))
+        what = "arguments" if problems else "state"
+        for slot in slots:
+            name = f"{slot.entry.kind} {slot.entry.name}"
+            if unknown_subclass(slot.tensor):
+                problems.append(f"{name} is {_of_unknown_class(slot.tensor)}")
+            problems += _reserved_names(name, slot.tensor)
         if problems:
-            raise CaptureError(
-                "the step's arguments cannot be captured:\n  " + "\n  ".join(problems)
-            )
+            raise CaptureError(f"the step's {what} cannot be captured:\n  " + "\n  ".join(problems))
         return cls(
             slots=tuple(slots),
             state_layouts=tuple(flatten_tensor(slot.tensor)[1] for slot in slots),
@@ -118,13 +132,23 @@ class FlatInputs:
             for leaf in flatten_tensor(tensor)[0]
         ]
 
+    def attributes(self) -> dict[str, dict[str, Any]]:
+        """Return the attributes of the live tensors, by how a message names them."""
+        named = [(f"{slot.entry.kind} {slot.entry.name}", slot.tensor) for slot in self.slots]
+        named += [(f"argument {a.name}", a.leaf) for a in self.arguments if a.layout is not None]
+        return {name: tensor.__dict__ for name, tensor in named if is_live(tensor)}
+
     def rebuild(self, plain: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], TraceInputs]:
         """The state tensors and the arguments over other plain tensors, one per placeholder."""
         start = 0
         whole: list[torch.Tensor] = []
+        made: dict[int, torch.Tensor] = {}
         for original, layout in self.tensors():
-            tensor = unflatten_tensor(plain[start : start + layout.num_leaves], layout)
-            whole.append(tensor.requires_grad_() if original.requires_grad else tensor)
+            if id(original) not in made:
+                tensor = unflatten_tensor(plain[start : start + layout.num_leaves], layout)
+                tensor.requires_grad_(original.requires_grad)
+                made[id(original)] = liken(tensor, original)
+            whole.append(made[id(original)])
             start += layout.num_leaves
         state = whole[: len(self.slots)]
         tensors = iter(whole[len(self.slots) :])
@@ -160,6 +184,8 @@ class FlatInputs:
                     dtype=argument.leaf.dtype,
                     layout=argument.layout,
                     requires_grad=argument.leaf.requires_grad,
+                    same_as=argument.same_as,
+                    attributes=tuple(compared_attributes(argument.leaf).items()),
                 )
             )
         if problems:
@@ -203,12 +229,21 @@ def _tensor_problem(tensor: torch.Tensor) -> str | None:
         return f"{kind}; pass its dense parts, and put them together inside the step"
     if tensor.is_quantized:
         return "a quantized tensor; pass .int_repr(), and quantize inside the step"
-    if unknown_subclass(tensor):
-        return (
-            f"a {type(tensor).__name__}, whose own behavior the graph would lose; pass "
-            ".as_subclass(torch.Tensor)"
-        )
-    return None
+    return _of_unknown_class(tensor) if unknown_subclass(tensor) else None
+
+
+def _of_unknown_class(tensor: torch.Tensor) -> str:
+    return (
+        f"a {type(tensor).__name__}, whose own behavior the graph would lose; pass "
+        ".as_subclass(torch.Tensor)"
+    )
+
+
+def _reserved_names(name: str, tensor: torch.Tensor) -> list[str]:
+    return [
+        f"{name} has an attribute {key!r}, a name that the tensors of a trace use; set another"
+        for key in reserved_attributes(tensor)
+    ]
 
 
 def _marked(tensor: torch.Tensor) -> tuple[set[int], set[int]]:

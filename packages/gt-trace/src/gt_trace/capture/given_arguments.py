@@ -13,6 +13,9 @@ from gt_trace.capture.argument_structure import structure_differences
 from gt_trace.capture.given_layout import laid_out, reads_offset
 from gt_trace.capture.graph_inputs import ArgumentSignature, same_constant
 from gt_trace.capture.input_uses import InputUse
+from gt_trace.capture.python_holders import short
+from gt_trace.capture.python_state import is_same
+from gt_trace.capture.stand_ins import compared_attributes
 from gt_trace.capture.subclass_layout import (
     PLAIN_TYPES,
     TensorLayout,
@@ -68,6 +71,7 @@ class ArgumentReader:
         self._arguments = arguments
         self._spec = spec
         self._shape_env = shape_env
+        self._may_require_grad = may_require_grad
         self._leaves: list[_Leaf] = []
         self._strides_by_shapes: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
         start = 0
@@ -77,8 +81,15 @@ class ArgumentReader:
             start = behind
             self._leaves.append(_leaf(signature, own, may_require_grad=may_require_grad))
 
-    def plain_tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    def plain_tensors(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, state: Mapping[int, str]
+    ) -> list[torch.Tensor]:
         """Return the plain tensors of one call, with the captured strides.
+
+        Args:
+            args: of the call.
+            kwargs: of the call.
+            state: names of the tensors of the state, by their ids.
 
         Raises:
             InputMismatchError: the arguments differ from the captured ones; each is listed.
@@ -91,7 +102,9 @@ class ArgumentReader:
                 + "\n  ".join(differences)
             )
         flat: list[torch.Tensor] = []
-        problems: list[str] = []
+        problems: list[str] = _identity_problems(
+            self._arguments, leaves, state, may_require_grad=self._may_require_grad
+        )
         dynamic: list[tuple[_Leaf, torch.Tensor, int]] = []
         for leaf, want in zip(leaves, self._leaves, strict=True):
             if (
@@ -105,6 +118,7 @@ class ArgumentReader:
                 and leaf.device == want.device
                 and not leaf.is_conj()
                 and not leaf.is_neg()
+                and not leaf.__dict__
             ):
                 flat.append(leaf)
                 continue
@@ -201,7 +215,9 @@ def _leaf(
         examples=examples,
         uses=uses,
         requires_grad=None if may_require_grad else signature.requires_grad,
-        shape=example.shape if example is not None and is_simple else None,
+        shape=example.shape
+        if example is not None and is_simple and not signature.attributes
+        else None,
         stride=example.stride() if example is not None else (),
         device=examples[0].device if examples else None,
     )
@@ -235,7 +251,43 @@ def _problem(leaf: Any, want: _Leaf) -> str | None:
             return "requires no gradient, captured with one; pass .requires_grad_()"
         if torch.is_grad_enabled():
             return "requires a gradient, captured without one; pass .detach()"
+    now, captured = compared_attributes(leaf), dict(signature.attributes)
+    if not is_same(now, captured):
+        return (
+            f"has the attributes {short(now)}, captured with {short(captured)}; set the captured "
+            "ones, or capture again"
+        )
     return None
+
+
+def _identity_problems(
+    arguments: Sequence[ArgumentSignature],
+    leaves: Sequence[Any],
+    state: Mapping[int, str],
+    *,
+    may_require_grad: bool,
+) -> list[str]:
+    """Return a sentence for each tensor that is the same as another, and was not, or vice versa."""
+    ids = set(map(id, leaves))
+    are_different = len(ids) == len(leaves) and state.keys().isdisjoint(ids)
+    if are_different and all(each.same_as is None for each in arguments):
+        return []
+    problems: list[str] = []
+    known: dict[int, str] = {}
+    for want, leaf in zip(arguments, leaves, strict=True):
+        if not want.is_tensor:
+            continue
+        name = want.name
+        first = state.get(id(leaf)) or known.setdefault(id(leaf), name)
+        if first == (want.same_as or name):
+            continue
+        if first != name:
+            is_leaf = want.requires_grad and not may_require_grad
+            copy = ".detach().requires_grad_()" if is_leaf else ".clone()"
+            problems.append(f"{name} is the same tensor as {first}; pass {copy}")
+        else:
+            problems.append(f"{name} is not {want.same_as}, as captured; pass the same tensor")
+    return problems
 
 
 def _same_kind(found: TensorLayout, captured: TensorLayout) -> bool:

@@ -17,7 +17,10 @@ import torch
 from gt_trace._torch_internals import DisableTorchFunction, storage_key
 from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.input_uses import InputUse
+from gt_trace.capture.python_holders import MISSING, short
+from gt_trace.capture.python_state import is_same
 from gt_trace.capture.stack_traces import line_of_user
+from gt_trace.capture.stand_ins import user_attributes
 from gt_trace.capture.subclass_layout import flatten_tensor
 from gt_trace.errors import CaptureError
 
@@ -72,13 +75,34 @@ def refuse_data_assignments(names: Mapping[int, str]) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _GivenTensor:
+class GivenTensor:
+    """A stand-in, and what it and its live tensor were before the step ran."""
+
     name: str
     tensor: torch.Tensor
     memory: tuple[Any, ...]
     requires_grad: bool
-    attributes: frozenset[str]
+    names: frozenset[str]
+    attributes: dict[str, Any]
+    """Those that were set on the live tensor."""
+
     is_argument: bool
+    is_leaf: bool
+    has_gradient: bool
+    """Whether the live tensor is a leaf, and has a gradient from before."""
+
+    def refuse_stale_gradient(self) -> None:
+        """Refuse a step that reads a gradient from before.
+
+        Raises:
+            CaptureError: names the tensor and the line.
+        """
+        if self.has_gradient and self.tensor.grad is None:
+            raise CaptureError(
+                f"the step reads .grad of {self.name}, which has a gradient from before the "
+                f"capture:\n{line_of_user()}\nClear it before the capture (zero_grad()), and pass "
+                "gradients that the step needs as arguments"
+            )
 
 
 class GivenTensors:
@@ -96,25 +120,32 @@ class GivenTensors:
         self.layout_reads: dict[str, set[InputUse]] = {}
         """How Python reads the layout of each input, by what it is to the step."""
 
-        named: list[tuple[str, Any, bool]] = [
-            (f"{slot.entry.kind} {slot.entry.name}", tensor, False)
+        named: list[tuple[str, Any, Any, bool]] = [
+            (f"{slot.entry.kind} {slot.entry.name}", tensor, slot.tensor, False)
             for slot, tensor in zip(flat.slots, state, strict=True)
         ]
         named += [
-            (f"argument {argument.name}", leaf, True)
+            (f"argument {argument.name}", leaf, argument.leaf, True)
             for argument, leaf in zip(flat.arguments, leaves, strict=False)
         ]
         with DisableTorchFunction():
             self._given = [
-                _GivenTensor(
+                GivenTensor(
                     name=name,
                     tensor=tensor,
                     memory=_memory(tensor),
                     requires_grad=tensor.requires_grad,
-                    attributes=_attributes(tensor),
+                    names=frozenset(tensor.__dict__),
+                    attributes={
+                        key: value
+                        for key, value in user_attributes(original).items()
+                        if tensor.__dict__.get(key, MISSING) is value
+                    },
                     is_argument=is_argument,
+                    is_leaf=original.is_leaf,
+                    has_gradient=original.is_leaf and original.grad is not None,
                 )
-                for name, tensor, is_argument in named
+                for name, tensor, original, is_argument in named
                 if isinstance(tensor, torch.Tensor)
             ]
 
@@ -135,6 +166,11 @@ class GivenTensors:
         """What each tensor is to the step, by the tensor's id."""
         return {id(each.tensor): each.name for each in self._given}
 
+    @property
+    def by_id(self) -> dict[int, GivenTensor]:
+        """The stand-ins by their ids."""
+        return {id(each.tensor): each for each in self._given}
+
     def refuse_changes(self) -> None:
         """Refuse a step that changed more than values.
 
@@ -150,7 +186,7 @@ class GivenTensors:
             )
 
 
-def _problems(given: _GivenTensor) -> list[str]:
+def _problems(given: GivenTensor) -> list[str]:
     name, tensor = given.name, given.tensor
     problems: list[str] = []
     if _memory(tensor) != given.memory:
@@ -169,11 +205,21 @@ def _problems(given: _GivenTensor) -> list[str]:
         problems.append(
             f"the .grad of {name} was written; use torch.autograd.grad and return the gradient"
         )
-    return problems + [
+    held = tensor.__dict__
+    problems += [
         f"{name} was given the attribute {key}; keep it on a module instead"
-        for key in sorted(_attributes(tensor) - given.attributes)
+        for key in sorted(held.keys() - given.names)
         if not key.startswith("_dynamo")
     ]
+    for key, old in given.attributes.items():
+        new = held.get(key, MISSING)
+        if not is_same(old, new):
+            change = "is gone" if new is MISSING else f"became {short(new)}"
+            problems.append(
+                f"{name}.{key} was {short(old)}, and {change}; count in a buffer (add_), or "
+                "outside of the step"
+            )
+    return problems
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -188,7 +234,3 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
         )
         for leaf in flatten_tensor(tensor)[0]
     )
-
-
-def _attributes(tensor: torch.Tensor) -> frozenset[str]:
-    return frozenset(getattr(tensor, "__dict__", ()))

@@ -51,6 +51,11 @@ class ArgumentSignature:
     dtype: torch.dtype | None = None
     layout: TensorLayout | None = None
     requires_grad: bool = False
+    same_as: str | None = None
+    """An input before this one that is the same Python object, by its name."""
+
+    attributes: tuple[tuple[str, Any], ...] = ()
+    """Attributes that were set on the tensor, except tensors."""
 
     def describe(self) -> str:
         """As it was captured, for error messages."""

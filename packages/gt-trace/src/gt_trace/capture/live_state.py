@@ -8,6 +8,7 @@ be found, as that of a view that was made before the trace, the step is refused.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
@@ -23,6 +24,7 @@ from gt_trace.capture.module_state import StateSlot
 from gt_trace.capture.purity import values_needed
 from gt_trace.capture.singular_values import VALUES_OF, computes_values, without_vectors
 from gt_trace.capture.stack_traces import is_of_user, line_of_user
+from gt_trace.capture.stand_ins import copied, is_plain
 from gt_trace.capture.thread_settings import (
     ATTENTION,
     refuse_fast_path,
@@ -48,8 +50,12 @@ _MEMORY = (
 )
 """Functions by which Python reads in which memory a tensor lies."""
 
+_IS_LEAF = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]  # a descriptor
+_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[union-attr]  # likewise
+
 _CHECKED = frozenset(
-    {*VALUES_OF, *_DIFFERENTIATING, *_FORMATTING, *_LAYOUT_READS, *_MEMORY, ATTENTION}
+    {*VALUES_OF, *_DIFFERENTIATING, *_FORMATTING, *_LAYOUT_READS, *_MEMORY}
+    | {ATTENTION, _IS_LEAF, _GRADIENT}
 )
 
 
@@ -78,6 +84,7 @@ class LiveState(TorchFunctionMode):
         self._names = {id(slot.tensor): f"{slot.entry.kind} {slot.entry.name}" for slot in slots}
         self._absent = {id(slot.tensor): slot.entry.name for slot in absent}
         self._given = given
+        self._by_id = {} if given is None else given.by_id
         self._assignments = refuse_data_assignments({} if given is None else given.names)
 
     def __torch_function__(
@@ -87,11 +94,15 @@ class LiveState(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func is torch.Tensor.__deepcopy__ and is_plain(args[0]):
+            return copied(self._replaced(args[0]), args[1])
         args = self._replaced(args)
         # Dynamo, which reads this for torch.cond, does not know the question about inference mode.
         if not torch.compiler.is_dynamo_compiling() and torch.is_inference_mode_enabled():
             refuse_inference_mode(line_of_user())
         if func in _CHECKED:
+            if func == _IS_LEAF and id(args[0]) in self._by_id:
+                return self._by_id[id(args[0])].is_leaf
             self._check(func, args, kwargs or {})
             if computes_values(func, args, kwargs or {}):
                 with without_vectors():
@@ -142,6 +153,9 @@ class LiveState(TorchFunctionMode):
             refuse_fast_path([*args, *kwargs.values()])
         elif func in _DIFFERENTIATING:
             self.refuse_live_leaves(args[0])
+        elif func in (_IS_LEAF, _GRADIENT):
+            if func == _GRADIENT and id(args[0]) in self._by_id:
+                self._by_id[id(args[0])].refuse_stale_gradient()
         elif func in _FORMATTING:
             if line := _formatting_line():
                 raise CaptureError(values_needed(func.__qualname__, line))
@@ -192,8 +206,9 @@ def _formatting_line() -> str:
     return line_of_user()
 
 
-_TENSORS_OWN = tuple(
-    f"torch/{file}.py" for file in ("_tensor", "overrides", "nn/parameter", "serialization")
+_TENSORS_OWN = (
+    *(f"torch/{file}.py" for file in ("_tensor", "overrides", "nn/parameter", "serialization")),
+    copy.__file__,
 )
 
 

@@ -22,6 +22,7 @@ from gt_trace.capture.python_holders import ITERATOR, MISSING, Change, Holder, s
 from gt_trace.capture.python_state import HOOKS, PythonState, tensors_of
 from gt_trace.capture.random_state import current_watch
 from gt_trace.capture.read_values import ReadValues
+from gt_trace.capture.stand_ins import eager_types
 from gt_trace.errors import CaptureError
 
 
@@ -67,7 +68,8 @@ class PythonChanges:
         current_watch().add(state.generators)
         hooks, are_kept = _hooks_in(self._module), False
         try:
-            yield
+            with eager_types(state.type_readers.values()):
+                yield
             found = state.changes()
             self.never_settle = any(
                 change.holder.kind is ITERATOR or tensors_of(change.after) for change in found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Iterator
@@ -75,7 +76,7 @@ def names_of_class(kind: Any) -> MentionedNames:
     """Return the names that the methods of one of PyTorch's classes mention in a forward."""
     nothing: frozenset[str] = frozenset()
     found = [MentionedNames(nothing, nothing, nothing)] + [
-        names_in(each.__code__)
+        names_in(inspect.unwrap(each).__code__)  # annotated methods are wrapped
         for name, each in vars(kind).items()
         if isinstance(each, types.FunctionType) and name not in _NOT_OF_FORWARD
     ]

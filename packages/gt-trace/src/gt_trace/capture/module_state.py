@@ -100,6 +100,11 @@ def parameter_names(slots: Sequence[StateSlot]) -> dict[int, str]:
     return {id(slot.tensor): slot.entry.name for slot in slots if slot.entry.kind == "parameter"}
 
 
+def state_names(slots: Sequence[StateSlot]) -> dict[int, str]:
+    """Return how messages name the tensors of the state, by their ids."""
+    return {id(slot.tensor): f"{slot.entry.name} of the module" for slot in slots}
+
+
 def _refuse_modules(module: nn.Module) -> None:
     """Refuse modules whose parameters cannot be exchanged.
 

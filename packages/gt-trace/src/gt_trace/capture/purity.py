@@ -7,7 +7,6 @@ a capture the values of tensors, so that Python cannot decide by them.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 import traceback
@@ -48,17 +47,9 @@ def refuse_data_dependence() -> Iterator[None]:
         replaces = any(each in str(error) for each in _REPLACING) and not isinstance(
             error, CaptureError
         )
-        copies = str(error).startswith("Only Tensors created explicitly by the user") or (
-            isinstance(error, RecursionError)
-            and any(frame.f_code.co_filename.endswith("fake_tensor.py") for frame, _ in frames)
-        )
-        if not (replaces or copies or asks_for_values(error) or lacks_fake_kernel(error)):
+        if not (replaces or asks_for_values(error) or lacks_fake_kernel(error)):
             raise
-        lines = [
-            frame
-            for frame in frames
-            if is_of_user(frame[0].f_code) and frame[0].f_code.co_filename != copy.__file__
-        ]
+        lines = [frame for frame in frames if is_of_user(frame[0].f_code)]
         where = "".join(traceback.StackSummary.extract(iter(lines[-1:])).format()).rstrip()
         what = str(error).strip().partition("\n")[0].partition(" (unhinted")[0]
         if replaces:
@@ -66,12 +57,6 @@ def refuse_data_dependence() -> Iterator[None]:
                 "the step replaces tensors or their memory, and a replay would not replace them "
                 f"({what}):\n{where}\nWrite the new values in place (with torch.no_grad(): "
                 "tensor.copy_(values)), or do it outside of the step"
-            ) from error
-        if copies:
-            raise CaptureError(
-                "copy.deepcopy copies a tensor while the step is traced, and a trace does not "
-                f"follow that copy:\n{where}\nUse tensor.detach().clone(), or copy outside of the "
-                "step"
             ) from error
         if lacks_fake_kernel(error):
             raise CaptureError(
@@ -88,6 +73,7 @@ _REPLACING = (
     "Cannot swap_tensors",
     "cannot assign 'torch.",
     "argument of type: <class 'torch.storage",
+    "_share_fd_: only",
 )
 """Parts of the errors that PyTorch raises where Python replaces a tensor of a trace."""
 

@@ -135,6 +135,9 @@ class PythonState:
         self._code: list[Callable[[], None]] = []
         self._waiting: dict[str, list[tuple[Any, Holder | str, Any]]] = {}
         self._hold(ENVIRONMENT, os.environ, "os.environ", None)
+        self.type_readers: dict[int, dict[str, Any]] = {}
+        """Globals of the modules whose code names ``type``, by their ids."""
+
         for label, value in roots.items():
             self._enter(value, label, None)
             # First what is reached by attributes, so that places have their usual names.
@@ -365,6 +368,8 @@ class PythonState:
         if self._is_new(held):
             self._hold(GLOBALS, held, module, None)
         self.read_globals.setdefault(id(held), set()).update(read)
+        if "type" in names:
+            self.type_readers[id(held)] = held
         for name in names & held.keys():
             value = held[name]
             if isinstance(value, types.ModuleType):

@@ -62,6 +62,10 @@ class _Names:
     """Places at which nothing else leads to an object: roots, closures, globals and classes."""
 
 
+_OF_TENSORS = ("args", "kwargs", "parameter ", "buffer ", "optimizer_state ", "argument ")
+"""How the names of roots begin that are compared otherwise, or are attributes of tensors."""
+
+
 class ReadValues:
     """Values that a step may read.
 
@@ -78,7 +82,9 @@ class ReadValues:
         *,
         names: _Names | None = None,
     ) -> None:
-        self.roots = {name: root for name, root in roots.items() if name not in ("args", "kwargs")}
+        self.roots = {
+            name: root for name, root in roots.items() if not name.startswith(_OF_TENSORS)
+        }
         self._values: dict[str, Any] = {}
         """Values by place, for messages and for a comparison of all."""
 
@@ -96,8 +102,11 @@ class ReadValues:
             attributes=state.attributes - NO_STATE - {"training"},
             mentioned=state.mentioned,
             of_globals=state.read_globals,
-            starts={each.parent for each in state.nodes if isinstance(each.parent, str)}
-            - {"args", "kwargs"},
+            starts={
+                each.parent
+                for each in state.nodes
+                if isinstance(each.parent, str) and not each.parent.startswith(_OF_TENSORS)
+            },
         )
         self._read(state)
         self._sizes = [*map(len, self._sized)]

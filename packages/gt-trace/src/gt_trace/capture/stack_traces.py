@@ -12,6 +12,7 @@ step computes itself, gets the innermost line that is neither PyTorch's nor this
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import traceback
@@ -26,7 +27,7 @@ from torch.fx import Node
 from gt_trace._torch_internals import get_proxy_mode
 
 _DROPPED = ("<eval_with_key>", os.path.dirname(os.path.dirname(__file__)) + os.sep)
-_MACHINERY = (*_DROPPED, os.path.dirname(torch.__file__) + os.sep, "<frozen ")
+_MACHINERY = (*_DROPPED, os.path.dirname(torch.__file__) + os.sep, "<frozen ", copy.__file__)
 
 
 def is_of_user(code: CodeType) -> bool:

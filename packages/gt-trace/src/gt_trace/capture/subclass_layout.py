@@ -106,11 +106,10 @@ def unknown_subclass(tensor: torch.Tensor) -> bool:
     is_known = kind in PLAIN_TYPES or isinstance(tensor, FakeTensor)
     if is_known or bool(is_traceable_wrapper_subclass(tensor)):
         return False
-    known = [_function(each, "__torch_function__") for each in (torch.Tensor, nn.Parameter)]
-    dispatch = _function(torch.Tensor, "__torch_dispatch__")
-    return (
-        _function(kind, "__torch_function__") not in known
-        or _function(kind, "__torch_dispatch__") != dispatch
+    # Results of operators on a subclass of Tensor are of the subclass, unlike those on a parameter.
+    return type(kind) is not type(nn.Parameter) or any(
+        _function(kind, name) != _function(nn.Parameter, name)
+        for name in ("__torch_function__", "__torch_dispatch__")
     )
 
 

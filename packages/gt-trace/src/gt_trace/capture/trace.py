@@ -185,6 +185,7 @@ def trace_without_code(
             output_layouts=tuple(step.output_layouts),
             mode=replace(captured_mode.of_graph(graph_module), values=changes.values_read()),
             groups=captured_groups(optimizer, parameter_names(flat.slots)),
+            written_gradients=step.gradients.written,
         )
 
     def capture(*args: Any, **kwargs: Any) -> TracedStep:
@@ -265,6 +266,7 @@ class _TracedFunction:
             "optimizer": self._optimizer,
             "args": inputs.args,
             "kwargs": inputs.kwargs,
+            **self._flat.attributes(),
         }
         with (
             self._changes.undone(roots, optimizer=self._optimizer),

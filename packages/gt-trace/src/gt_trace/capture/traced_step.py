@@ -31,6 +31,10 @@ class TracedStep(CapturedInputs):
     """How each leaf of the output tree is made of plain tensors; None for a leaf that is no
     tensor."""
 
+    written_gradients: tuple[str, ...] = ()
+    """Names of the optimizer's parameters, except those whose gradients the step leaves untouched.
+    They have no gradient after a call, since a graph keeps none longer than it needs it."""
+
     @property
     def training(self) -> Mapping[str, bool]:
         """Whether each part of the module was in training mode; the module itself is ""."""
@@ -83,6 +87,10 @@ class BoundStep:
         self._executable = executable
         self._inputs = BoundInputs(step, module, optimizer)
         self._guard = ModeGuard(step.mode, module, optimizer=optimizer)
+        written = set(step.written_gradients)
+        self._without_gradient = [
+            index for index, entry in enumerate(step.state) if entry.name in written
+        ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.
@@ -97,6 +105,10 @@ class BoundStep:
         self._guard.check(self._inputs.version)
         with as_captured():
             outputs = self._executable(*inputs)
+        if self._without_gradient:
+            state = self._inputs.state
+            for index in self._without_gradient:
+                state[index].grad = None
         leaves = wrapped_leaves(outputs, self.step.output_layouts)
         return pytree.tree_unflatten(leaves, self.step.output_spec)
 

@@ -58,6 +58,7 @@ from gt_trace.capture.purity import (
 from gt_trace.capture.random_state import current_watch, with_untouched_generators
 from gt_trace.capture.shared_inputs import refuse_dependent_inputs
 from gt_trace.capture.stack_traces import memoised_stack_traces
+from gt_trace.capture.stand_ins import liken
 from gt_trace.capture.subclass_layout import PLAIN, TensorLayout, flatten_tensor
 from gt_trace.capture.thread_settings import refuse_inference_mode
 from gt_trace.capture.traced_derivatives import EAGER_OPERATORS, refuse_traced_derivatives
@@ -265,8 +266,15 @@ class _Shell(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         remaining = iter(tensors)
         leaves = [a.leaf if a.layout is None else next(remaining) for a in self.flat.arguments]
+        slots = zip(self.flat.slots, state_names(self.flat), strict=True)
+        made = {id(slot.tensor): getattr(self, name) for slot, name in slots}
+        for index, argument in enumerate(self.flat.arguments):
+            if argument.layout is not None:
+                leaf = liken(leaves[index], argument.leaf)
+                leaves[index] = made.setdefault(id(argument.leaf), leaf)
         args, kwargs = pytree.tree_unflatten(leaves, self.flat.argument_spec)
         roots = {"module": self._inner[0], "args": args, "kwargs": kwargs}
+        roots |= self.flat.attributes()
         with self._changes.undone(roots):
             result = self._run(args, kwargs, leaves)
         return self._flatten_outputs(result)
@@ -276,7 +284,7 @@ class _Shell(nn.Module):
         try:
             state = [getattr(self, name) for name in state_names(self.flat)]
             for slot, tensor in zip(slots, state, strict=True):
-                slot.put(tensor)
+                slot.put(liken(tensor, slot.tensor))
             before = [slot.contents() for slot in slots]
             given = GivenTensors(self.flat, state, leaves)
             watch = current_watch()

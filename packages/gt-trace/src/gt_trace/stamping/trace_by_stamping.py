@@ -35,6 +35,7 @@ from gt_trace.capture.python_state import PythonState
 from gt_trace.capture.random_generators import ambient_generators
 from gt_trace.capture.random_state import RandomWatch
 from gt_trace.capture.read_values import ReadValues
+from gt_trace.capture.stand_ins import eager_types
 from gt_trace.capture.trace import (
     ConstantPolicy,
     trace_step,
@@ -347,7 +348,8 @@ def _unchanged(roots: Mapping[str, object], watch: RandomWatch) -> Iterator[Pyth
     watch.add(state.generators)
     changed = []
     try:
-        yield state
+        with eager_types(state.type_readers.values()):
+            yield state
         changed = state.changes()
     finally:
         state.restore()
