@@ -47,11 +47,13 @@ class Model(nn.Module):
         self.scale, self.unread, self.kind = 2.0, 0, Kind.WIDE
         self.config = {"rates": [1.0, 2.0], "nested": types.SimpleNamespace(power=2, unread=1)}
         self.function, self.table = functional.relu, torch.ones(4).numpy()
+        self.kinds = {"wide", functional.relu}
 
     def widen(self, x: Tensor) -> Tensor:
         return x * 2
 
     def forward(self, x: Tensor) -> Tensor:
+        assert "wide" in self.kinds
         x = self.function(self.act(self.dropout(self.norm(self.linear(x)))))
         x = self.widen(x) * self.scale * self.factor * self.config["rates"][1] * self.kind.value
         x = x ** self.config["nested"].power * float(self.table[0]) * getattr(self, "late", 1.0)
@@ -106,6 +108,7 @@ CHANGES: dict[str, tuple[Callable[[Trainer, pytest.MonkeyPatch], Any], str]] = {
     "class of module": (lambda t, p: p.setattr(Model, "factor", 3.0), "Model.factor is 3.0"),
     "method": (lambda t, p: p.setattr(Model, "widen", lambda _, x: x), "Model.widen is <function"),
     "environment": (lambda t, p: p.setenv("TEST_READ_VALUES", "3"), "os.environ['TEST_READ_VALU"),
+    "set": (lambda t, _: t.model.kinds.add("narrow"), "module.kinds is"),
     "hook": (lambda t, _: t.optimizer.register_step_post_hook(print), "_post_hooks"),
 }
 

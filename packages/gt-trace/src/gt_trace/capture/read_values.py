@@ -190,7 +190,9 @@ class ReadValues:
         target, kind = holder.target, holder.kind
         if isinstance(value, nn.Module):
             self._values[f"the class of {holder.place(key)}"] = type(value).__qualname__
-        if isinstance(value, torch.Tensor | nn.Module) or key in _TABLES or kind is VARIABLE:
+        if kind in (SET, BUFFER, VARIABLE):  # compared as a whole
+            return
+        if isinstance(value, torch.Tensor | nn.Module) or key in _TABLES:
             return
         if isinstance(value, _CONSTANTS):
             self._values[holder.place(key)] = value
