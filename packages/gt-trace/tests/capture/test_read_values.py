@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gt_trace import StateMismatchError, trace_step
+from gt_trace.capture.read_values import ReadValues
 from gt_trace.joint import export_joint_graph, partition
 from gt_trace.stamping import trace_step_by_stamping
 
@@ -145,6 +146,17 @@ def test_values_that_the_step_does_not_read_may_change() -> None:
         trainer.model.scale = float("2")
         trainer.model.config = {**trainer.model.config, "nested": types.SimpleNamespace(**before)}
     assert (trainer.step, len(trainer.losses)) == (3, 4)
+
+
+def test_values_that_are_the_same_are_not_walked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, x = captured(Trainer()), torch.ones(3, 4)
+    step(x)
+
+    def walks(*_: Any) -> None:
+        raise AssertionError("a call walked all objects")
+
+    monkeypatch.setattr(ReadValues, "_read", walks)
+    step(x)
 
 
 def test_model_with_another_number_is_refused_when_it_is_bound() -> None:

@@ -192,7 +192,7 @@ class ReadValues:
             self._values[f"the class of {holder.place(key)}"] = type(value).__qualname__
         if kind in (SET, BUFFER, VARIABLE):  # compared as a whole
             return
-        if isinstance(value, torch.Tensor | nn.Module) or key in _TABLES:
+        if isinstance(value, torch.Tensor) or key in _TABLES:
             return
         if isinstance(value, _CONSTANTS):
             self._values[holder.place(key)] = value
