@@ -21,6 +21,10 @@ from torch import nn
 
 from gt_config.node_keys import ModuleAnnotation, NodeAnnotation, Phase, PhaseAnnotation
 
+REPLACED = "_gt_replaced"
+"""Attribute of a function that an instance or a class has while a step is captured, and not
+afterwards: what was in its place, in a tuple; an empty one for nothing."""
+
 
 @contextmanager
 def annotate(annotation: NodeAnnotation) -> Iterator[None]:
@@ -64,6 +68,7 @@ class _OwnMethod:
 
     def __init__(self, original: Callable[..., Any], meta: dict[str, Any]) -> None:
         functools.update_wrapper(self, original)
+        vars(self)[REPLACED] = (original,)
         self._original = original
         self._meta = meta
 
@@ -94,6 +99,7 @@ class _ClassMethod:
             with fx_traceback.annotate(meta):
                 return original(self, *args, **kwargs)
 
+        vars(annotated)[REPLACED] = () if self._own is None else (self._own,)
         self._wrapper = annotated
         setattr(owner, method, annotated)
 

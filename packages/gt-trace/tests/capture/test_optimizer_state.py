@@ -287,8 +287,13 @@ def test_no_gradient_of_an_earlier_step_remains_after_a_call(clears_at_end: bool
     step(torch.ones(2, 4))
     run = trace_step(step, module=model, optimizer=optimizer)(torch.ones(2, 4))
     assert run.written_gradients == ("weight", "bias")
+    bound = run.bind(model, optimizer)
     model.weight.grad = torch.ones(4, 4)
-    run.bind(model, optimizer)(torch.ones(2, 4))
+    if clears_at_end:  # whether it clears at the beginning, too, was not seen
+        with pytest.raises(StateMismatchError, match="may add to them: weight"):
+            bound(torch.ones(2, 4))
+        model.weight.grad = None
+    bound(torch.ones(2, 4))
     assert model.weight.grad is None
 
 

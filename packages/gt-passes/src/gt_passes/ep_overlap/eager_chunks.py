@@ -37,7 +37,7 @@ from gt_config.node_keys import ChunkAnnotation
 from gt_passes.ep_overlap.chunk_inputs import ForwardChunks
 from gt_passes.ep_overlap.input_layout import InputLayout
 from gt_passes.errors import ForwardChunkingError
-from gt_trace.annotate import AnnotationHandle, annotate
+from gt_trace.annotate import REPLACED, AnnotationHandle, annotate
 from gt_trace.fsdp import gathered
 
 _NUM_CHUNKS = 2
@@ -178,6 +178,7 @@ def _wrap(root: str, module: nn.Module, chunks: ForwardChunks) -> Callable[[], N
         return chunks.join(calls, outputs)
 
     had_own = "forward" in vars(module)
+    vars(in_chunks)[REPLACED] = (original,) if had_own else ()
     object.__setattr__(module, "forward", in_chunks)
 
     def undo() -> None:

@@ -42,6 +42,11 @@ class EarlierGradients:
         self.written: tuple[str, ...] = ()
         """Names of the parameters, except those whose gradients the step left untouched."""
 
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """Names of the parameters that must have no gradient when the step begins."""
+        return tuple(name for index, name in self._names.items() if index not in self._given)
+
     def give(self, state: Sequence[torch.Tensor]) -> None:
         """Give stand-ins of parameters a gradient."""
         self._nodes = {}

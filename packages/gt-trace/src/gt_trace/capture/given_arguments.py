@@ -113,6 +113,7 @@ class ArgumentReader:
                 and leaf.shape == want.shape
                 and leaf.dtype is want.signature.dtype
                 and want.requires_grad in (None, leaf.requires_grad)
+                and not (want.requires_grad and has_hooks(leaf))
                 and leaf.layout is torch.strided
                 and leaf.stride() == want.stride
                 and leaf.device == want.device
@@ -197,6 +198,17 @@ class ArgumentReader:
             )
 
 
+LOST_HOOKS = (
+    "has gradient hooks, which a graph does not run; register them inside the step, or change the "
+    "gradient that the step returns"
+)
+
+
+def has_hooks(argument: torch.Tensor) -> bool:
+    """Return whether a tensor has gradient hooks."""
+    return bool(argument._backward_hooks or getattr(argument, "_post_accumulate_grad_hooks", None))
+
+
 def _leaf(
     signature: ArgumentSignature,
     captured: Sequence[tuple[torch.Tensor, tuple[InputUse, ...]]],
@@ -251,6 +263,8 @@ def _problem(leaf: Any, want: _Leaf) -> str | None:
             return "requires no gradient, captured with one; pass .requires_grad_()"
         if torch.is_grad_enabled():
             return "requires a gradient, captured without one; pass .detach()"
+    if want.requires_grad and has_hooks(leaf):
+        return LOST_HOOKS
     now, captured = compared_attributes(leaf), dict(signature.attributes)
     if not is_same(now, captured):
         return (

@@ -313,7 +313,11 @@ def _run(
         names = [each.name for each in func._schema.arguments]
         if "normalized_shape" in names:
             index = names.index("normalized_shape")
-            given = (*given[:index], [sizes[each] for each in given[index]], *given[index + 1 :])
+            given = (
+                *given[:index],
+                [sizes.get(each, each) for each in given[index]],
+                *given[index + 1 :],
+            )
         try:
             return pytree.tree_leaves(func(*given, **named))
         except Exception:  # noqa: BLE001 - fake kernels take what real ones may refuse

@@ -21,7 +21,7 @@ from gt_trace._torch_internals import DisableTorchFunction
 from gt_trace.capture.given_tensors import GivenTensors, refuse_data_assignments
 from gt_trace.capture.input_uses import InputUse
 from gt_trace.capture.module_state import StateSlot
-from gt_trace.capture.purity import values_needed
+from gt_trace.capture.purity import refusal_of, values_needed
 from gt_trace.capture.singular_values import VALUES_OF, computes_values, without_vectors
 from gt_trace.capture.stack_traces import is_of_user, line_of_user
 from gt_trace.capture.stand_ins import copied, is_plain
@@ -86,6 +86,9 @@ class LiveState(TorchFunctionMode):
         self._given = given
         self._by_id = {} if given is None else given.by_id
         self._assignments = refuse_data_assignments({} if given is None else given.names)
+        self._live = {id(tensor): key for key, tensor in self._stand_ins.items()}
+        self._errors: list[Exception] = []
+        """Errors of torch functions, of which the step may catch some."""
 
     def __torch_function__(
         self,
@@ -94,8 +97,22 @@ class LiveState(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        try:
+            return self._called(func, args, kwargs)
+        except Exception as error:
+            self._errors.append(error)
+            raise
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
         if func is torch.Tensor.__deepcopy__ and is_plain(args[0]):
             return copied(self._replaced(args[0]), args[1])
+        if func is torch.Tensor.__eq__ and self._is_itself(*args):
+            raise CaptureError(
+                "the step looks for a tensor of the module in a dictionary or a set that was made "
+                "outside, and a capture has other tensors in the places of the module's:\n"
+                f"{line_of_user()}\nUse names as keys, or make the dictionary or the set inside "
+                "the step"
+            )
         args = self._replaced(args)
         # Dynamo, which reads this for torch.cond, does not know the question about inference mode.
         if not torch.compiler.is_dynamo_compiling() and torch.is_inference_mode_enabled():
@@ -147,6 +164,21 @@ class LiveState(TorchFunctionMode):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch's
         self._assignments.__exit__(kind, error, trace)
+        if kind is None:
+            self._refuse_caught()
+
+    def _refuse_caught(self) -> None:
+        """Refuse a step that went on after an error of the trace, as if it were one of its own."""
+        for error in self._errors:
+            # The frame that caught an error is the outermost one of its traceback.
+            caught_in = error.__traceback__
+            if caught_in is None or not is_of_user(caught_in.tb_frame.f_code):
+                continue
+            if refusal := refusal_of(error):
+                raise CaptureError(
+                    "the step catches an error that only its capture raises, and goes on: "
+                    f"{refusal}"
+                ) from error
 
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if func is ATTENTION:
@@ -170,6 +202,10 @@ class LiveState(TorchFunctionMode):
             if self._given is not None:
                 self._given.note_layout_read(args[0], _LAYOUT_READS[func])
 
+    def _is_itself(self, one: Any, other: Any) -> bool:
+        """Return whether one is a live tensor, and the other one is its stand-in."""
+        return id(other) in (self._live.get(id(one)), id(self._stand_ins.get(id(one))))
+
     def _replaced(self, value: Any) -> Any:
         kind = type(value)
         # No subclasses: sizes and named tuples hold no live tensors.
@@ -189,7 +225,7 @@ class LiveState(TorchFunctionMode):
 
 def _is_called_by_user(name: str) -> bool:
     """Return whether the function that a mode sees was called from the user's code."""
-    passing = (name, "__torch_function__", "handle_torch_function")
+    passing = (name, "_called", "__torch_function__", "handle_torch_function")
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name in passing:
         frame = frame.f_back
@@ -198,7 +234,7 @@ def _is_called_by_user(name: str) -> bool:
 
 def _formatting_line() -> str:
     """Return the line of the user's code that prints or stores a tensor; "" if PyTorch does."""
-    frame: FrameType | None = sys._getframe(3)
+    frame: FrameType | None = sys._getframe(4)
     while frame is not None and frame.f_code.co_filename.endswith(_TENSORS_OWN):
         frame = frame.f_back
     if frame is None or not is_of_user(frame.f_code) or "/logging/" in frame.f_code.co_filename:

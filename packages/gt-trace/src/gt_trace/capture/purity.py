@@ -43,28 +43,43 @@ def refuse_data_dependence() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        frames = list(traceback.walk_tb(error.__traceback__))
-        replaces = any(each in str(error) for each in _REPLACING) and not isinstance(
-            error, CaptureError
-        )
-        if not (replaces or asks_for_values(error) or lacks_fake_kernel(error)):
+        refusal = refusal_of(error)
+        if refusal is None or refusal is error:
             raise
-        lines = [frame for frame in frames if is_of_user(frame[0].f_code)]
-        where = "".join(traceback.StackSummary.extract(iter(lines[-1:])).format()).rstrip()
-        what = str(error).strip().partition("\n")[0].partition(" (unhinted")[0]
-        if replaces:
-            raise CaptureError(
-                "the step replaces tensors or their memory, and a replay would not replace them "
-                f"({what}):\n{where}\nWrite the new values in place (with torch.no_grad(): "
-                "tensor.copy_(values)), or do it outside of the step"
-            ) from error
-        if lacks_fake_kernel(error):
-            raise CaptureError(
-                "an operator has no rule for the tensors of a capture, which have no values "
-                f"({what}):\n{where}\nRegister one (torch.library.register_fake), or compute with "
-                "other operators"
-            ) from error
-        raise CaptureError(values_needed(what, where, _remedy(frames))) from error
+        raise refusal from error
+
+
+def refusal_of(error: Exception) -> CaptureError | None:
+    """Return the refusal of what raised an error while a step was traced.
+
+    Args:
+        error: A refusal is returned as it is.
+
+    Returns:
+        None for errors that eager execution raises too.
+    """
+    if isinstance(error, CaptureError):
+        return error
+    replaces = any(each in str(error) for each in _REPLACING)
+    if not (replaces or asks_for_values(error) or lacks_fake_kernel(error)):
+        return None
+    frames = list(traceback.walk_tb(error.__traceback__))
+    lines = [frame for frame in frames if is_of_user(frame[0].f_code)]
+    where = "".join(traceback.StackSummary.extract(iter(lines[-1:])).format()).rstrip()
+    what = str(error).strip().partition("\n")[0].partition(" (unhinted")[0]
+    if replaces:
+        return CaptureError(
+            "the step replaces tensors or their memory, and a replay would not replace them "
+            f"({what}):\n{where}\nWrite the new values in place (with torch.no_grad(): "
+            "tensor.copy_(values)), or do it outside of the step"
+        )
+    if lacks_fake_kernel(error):
+        return CaptureError(
+            "an operator has no rule for the tensors of a capture, which have no values "
+            f"({what}):\n{where}\nRegister one (torch.library.register_fake), or compute with "
+            "other operators"
+        )
+    return CaptureError(values_needed(what, where, _remedy(frames)))
 
 
 _REPLACING = (

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gt_trace.annotate import REPLACED
 from gt_trace.capture.python_holders import (
     BUFFER,
     CACHE,
@@ -110,6 +111,9 @@ class ReadValues:
         )
         self._read(state)
         self._sizes = [*map(len, self._sized)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReadValues:
+        return self  # of the same objects
 
     def problems(self) -> list[str]:
         """Return a sentence for each value that is another now."""
@@ -220,6 +224,11 @@ def _read_of(holder: Holder, names: _Names) -> Iterator[tuple[Any, Any]]:
         held = kind.read(holder.target)  # without the wrappers of a trace
         for key in held.keys() & (names.mentioned | always):
             value = held[key]
+            own = getattr(value, "__dict__", {})
+            if REPLACED in own:
+                if not own[REPLACED]:
+                    continue
+                (value,) = own[REPLACED]
             if key == "step" and hasattr(
                 value, "_wrapped_by_lr_sched"
             ):  # schedulers count the steps of optimizers

@@ -57,6 +57,7 @@ from gt_trace.capture.random_draws import refuse_repeated_draws
 from gt_trace.capture.random_state import current_watch, with_untouched_generators
 from gt_trace.capture.shared_inputs import refuse_dependent_inputs
 from gt_trace.capture.stack_traces import memoised_stack_traces
+from gt_trace.capture.stand_ins import hashed_as
 from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor
 from gt_trace.capture.thread_settings import refuse_inference_mode
 from gt_trace.capture.traced_derivatives import EAGER_OPERATORS, refuse_traced_derivatives
@@ -186,6 +187,7 @@ def trace_without_code(
             mode=replace(captured_mode.of_graph(graph_module), values=changes.values_read()),
             groups=captured_groups(optimizer, parameter_names(flat.slots)),
             written_gradients=step.gradients.written,
+            absent_gradients=step.gradients.absent,
         )
 
     def capture(*args: Any, **kwargs: Any) -> TracedStep:
@@ -271,6 +273,7 @@ class _TracedFunction:
         with (
             self._changes.undone(roots, optimizer=self._optimizer),
             memoised_stack_traces(),
+            hashed_as({id(tensor): live for live, tensor in traced.items()}),
             swapped_optimizer(self._optimizer, traced, parameter_names(slots)),
         ):
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from gt_trace._torch_internals import pytree
 from gt_trace.capture.bound_inputs import BoundInputs, CapturedInputs
 from gt_trace.capture.captured_mode import ModeGuard, as_captured
 from gt_trace.capture.subclass_layout import TensorLayout, unflatten_tensor
+from gt_trace.errors import StateMismatchError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,10 @@ class TracedStep(CapturedInputs):
     written_gradients: tuple[str, ...] = ()
     """Names of the optimizer's parameters, except those whose gradients the step leaves untouched.
     They have no gradient after a call, since a graph keeps none longer than it needs it."""
+
+    absent_gradients: tuple[str, ...] = ()
+    """Names of the optimizer's parameters to whose gradients the step would add, if they had any
+    when it begins; a graph begins without."""
 
     @property
     def training(self) -> Mapping[str, bool]:
@@ -87,10 +92,8 @@ class BoundStep:
         self._executable = executable
         self._inputs = BoundInputs(step, module, optimizer)
         self._guard = ModeGuard(step.mode, module, optimizer=optimizer)
-        written = set(step.written_gradients)
-        self._without_gradient = [
-            index for index, entry in enumerate(step.state) if entry.name in written
-        ]
+        self._without_gradient = self._places(step.written_gradients)
+        self._must_have_none = self._places(step.absent_gradients)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.
@@ -103,6 +106,7 @@ class BoundStep:
         """
         inputs = self._inputs.plain_tensors(args, kwargs)
         self._guard.check(self._inputs.version)
+        self._refuse_gradients()
         with as_captured():
             outputs = self._executable(*inputs)
         if self._without_gradient:
@@ -111,6 +115,22 @@ class BoundStep:
                 state[index].grad = None
         leaves = wrapped_leaves(outputs, self.step.output_layouts)
         return pytree.tree_unflatten(leaves, self.step.output_spec)
+
+    def _places(self, names: Collection[str]) -> list[int]:
+        return [index for index, entry in enumerate(self.step.state) if entry.name in names]
+
+    def _refuse_gradients(self) -> None:
+        if not self._must_have_none:
+            return
+        state = self._inputs.state
+        found = [each for each in self._must_have_none if state[each].grad is not None]
+        if found:
+            names = ", ".join(self.step.state[index].name for index in found)
+            raise StateMismatchError(
+                f"parameters have gradients from outside of the step, which had none when it was "
+                f"captured, and the step may add to them: {names}. Set .grad to None before the "
+                "call, or compute all gradients inside the step"
+            )
 
 
 def wrapped_leaves(outputs: Sequence[Any], layouts: Sequence[TensorLayout | None]) -> list[Any]:

@@ -58,7 +58,7 @@ from gt_trace.capture.purity import (
 from gt_trace.capture.random_state import current_watch, with_untouched_generators
 from gt_trace.capture.shared_inputs import refuse_dependent_inputs
 from gt_trace.capture.stack_traces import memoised_stack_traces
-from gt_trace.capture.stand_ins import liken
+from gt_trace.capture.stand_ins import hashed_as, liken
 from gt_trace.capture.subclass_layout import PLAIN, TensorLayout, flatten_tensor
 from gt_trace.capture.thread_settings import refuse_inference_mode
 from gt_trace.capture.traced_derivatives import EAGER_OPERATORS, refuse_traced_derivatives
@@ -294,6 +294,7 @@ class _Shell(nn.Module):
                 refuse_data_dependence(),
                 autocast_cache(enabled=self._mode.autocast_cache),
                 repeated_casts() as casts,
+                hashed_as({id(a): id(b.tensor) for a, b in zip(state, slots, strict=True)}),
                 LiveState(slots, state, given=given) as live,
                 refuse_left_settings(),
             ):
