@@ -23,6 +23,8 @@ import torch
 from capture.cases import VariantResult, compare_variants
 from chunks.cases import SteppedTraining, train_in_chunks
 from stamping.cases import MESHES, MODELS, with_layers
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torchtitan.models.common import attention
 from torchtitan.models.common.attention import FlexAttention
@@ -52,7 +54,7 @@ _compiled = torch.compile(flex_attention, backend="eager")
 
 def _attend(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """The compiled FlexAttention where a graph is captured, and else what it was compiled from."""
-    if type(q) is not torch.Tensor:  # fake, and in joint graphs functional
+    if isinstance(q, FakeTensor | FunctionalTensor):  # the latter in joint graphs
         return _compiled(q, *args, **kwargs)
     with torch.compiler.set_stance("force_eager"):
         return flex_attention(q, *args, **kwargs)
