@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from asked import EP_TOPOLOGY, KNOWN, TOPOLOGY, found, mesh, only, overlap
 
-import gt_config._rules
+import gt_config.refusals
 from gt_config import (
     AutoParallelConfig,
     CompileConfig,
@@ -20,8 +20,8 @@ from gt_config import (
     validate,
 )
 from gt_config._field_types import field_hints
-from gt_config._rules import RULES
-from gt_config._subject import leaf_paths
+from gt_config.option_paths import leaf_paths
+from gt_config.refusals import TABLE
 from gt_config.topology import TOPOLOGY_FLAGS
 from gt_config.validate import _FLAG, BOUNDS
 
@@ -65,7 +65,6 @@ def test_names_the_options_that_are_wrong_by_themselves():
         "prefetch_layers",
         "ep_overlap.num_chunks",
         "passes",
-        "disable_passes",
     )
 
 
@@ -133,9 +132,9 @@ def test_refuses_arguments_of_another_type(arguments, text):
     assert str(error.value) == text
 
 
-def test_rules_read_only_paths_that_exist():
+def test_rows_refuse_only_paths_that_exist():
     known = {*leaf_paths(CompileConfig, "config"), *leaf_paths(Topology, "topology")}
-    assert {path for rule in RULES for path in rule.reads} <= known
+    assert {row.path for row in TABLE} <= known
 
 
 # ---- one field alone ---------------------------------------------------------------------------
@@ -288,12 +287,12 @@ the configuration has 4 problems:
   2. --training.seq-len is 8
      allowed: a multiple of 3 (tp 3)
      fix: use 9, or smaller degrees
-  3. --graph-inductor-compilation is 'autoparallel_backend'
-     allowed: 'autoparallel_backend' only with --graph-mode aot_fx_trace, not none
-     fix: use --graph-mode aot_fx_trace, or choose another --graph-inductor-compilation
-  4. --graph-passes is 'x'
+  3. --graph-passes is 'x'
      allowed: the registered passes: canonicalize-views, one-all-gather-chain, remove-dead-code
-     fix: drop it"""
+     fix: drop it
+  4. --graph-inductor-compilation is 'autoparallel_backend'
+     allowed: 'autoparallel_backend' only with --graph-mode aot_fx_trace, not none
+     fix: use --graph-mode aot_fx_trace, or choose another --graph-inductor-compilation"""
     )
 
 
@@ -301,12 +300,8 @@ def test_every_flag_that_a_rule_names_can_be_given_another_name():
     options = {f"--compile.{path.partition('.')[2]}" for path in leaf_paths(CompileConfig, "c")}
     of_a_batch = {"--training.global_batch_size"}  # of which a topology has the microbatches
     known = options | {*TOPOLOGY_FLAGS.values()} | of_a_batch
-    rules = Path(gt_config._rules.__file__).parent
-    named = {
-        flag
-        for source in rules.glob("*.py")
-        for flag in re.findall(r"--[\w.-]+\w", source.read_text(encoding="utf-8"))
-    }
+    source = Path(gt_config.refusals.__file__).read_text(encoding="utf-8")
+    named = {*re.findall(r"--[\w.-]+\w", source)}
     assert "--compile.mode" in named
-    assert named <= known | {"--compile.ep_overlap"}
+    assert named <= known | {"--compile", "--compile.ep_overlap"}
     assert all(_FLAG.fullmatch(flag) for flag in known if flag.startswith("--"))

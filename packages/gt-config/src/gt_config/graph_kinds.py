@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from gt_config.node_keys import PipelineAction
+from gt_config.topology import MeshAxis as MeshAxis
 
 GraphKind = Literal[
     "STEP", "MICROBATCH", "STAGE", PipelineAction, "JOINT_FORWARD", "JOINT_BACKWARD"
@@ -34,9 +35,6 @@ JOINT_GRAPHS: frozenset[GraphKind] = frozenset({"JOINT_FORWARD", "JOINT_BACKWARD
 
 COMPUTING_ACTIONS: frozenset[GraphKind] = frozenset(PIPELINE_ACTIONS) - {"UNSHARD", "REDUCE_GRAD"}
 """Actions of a pipeline that compute; the others gather parameters and reduce gradients."""
-
-MeshAxis = Literal["dp_replicate", "dp_shard", "cp", "tp", "ep"]
-"""Axes of the mesh whose ranks a pass's collectives connect, as ``Topology`` names them."""
 
 SHARD_AXES: frozenset[MeshAxis] = frozenset({"dp_shard", "cp"})
 """Axes over which FSDP shards parameters."""

@@ -8,7 +8,6 @@ understand ``field`` itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import Field
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 _METADATA_KEY = "gt_config.graph_neutral"
 
 
-def graph_neutral(reason: str) -> Mapping[str, str]:
+def graph_neutral(reason: str) -> MappingProxyType[str, str]:
     """Metadata for a field whose value cannot change the captured graph or what is known of it.
 
     Args:

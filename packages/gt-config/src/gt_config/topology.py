@@ -11,6 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
+
+MeshAxis = Literal["dp_replicate", "dp_shard", "cp", "tp", "ep"]
+"""Axes of the mesh whose ranks a pass's collectives connect, as ``Topology`` names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

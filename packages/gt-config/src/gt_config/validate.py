@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
 from gt_config._field_types import describe_hint, field_hints, matches_hint
-from gt_config._rules import RULES
-from gt_config._rules.names import NAME_RULES
-from gt_config._subject import Subject, flag_of, value_at
 from gt_config.compile_config import CompileConfig
 from gt_config.errors import ConfigError, Violation
+from gt_config.option_paths import flag_of
+from gt_config.refusals import Sound, find_refusals, wrong_names
 from gt_config.topology import Topology
 
 _FLAG = re.compile(r"--\w+(?:\.\w+)+")
@@ -72,18 +71,11 @@ def find_violations(
         raise TypeError(f"topology is {topology!r}, not a gt_config.Topology")
     if isinstance(known_passes, str):
         raise TypeError(f"known_passes is {known_passes!r}, not a collection of names")
-    subject = Subject(config=config, topology=topology, known_passes=tuple(known_passes))
-
-    unsound: list[str] = []
-    violations: list[Violation] = []
-    for path, violation in check_field_values(subject):
-        unsound.append(path)
-        violations.append(violation)
-    for rule in RULES:
-        if _sound(rule.reads, unsound):
-            violations.extend(rule.check(subject))
+    wrong = dict(_wrong_values(config, topology))
+    refused = find_refusals(config, topology, known_passes=known_passes, wrong=wrong)
+    violations = (*wrong.values(), *refused)
     if name_flag is None:
-        return tuple(violations)
+        return violations
     return tuple(_renamed(violation, name_flag) for violation in violations)
 
 
@@ -103,23 +95,10 @@ def _renamed(violation: Violation, name_flag: Callable[[str], str]) -> Violation
 
 def malformed_options(config: CompileConfig, *, known_passes: Collection[str]) -> tuple[str, ...]:
     """Paths of the options whose values are wrong by themselves, whatever the others are."""
-    topology = Topology(world=1, batch_size=1, seq_len=1)
-    subject = Subject(config=config, topology=topology, known_passes=tuple(known_passes))
-    malformed = [path for path, _ in check_field_values(subject)]
-    malformed += [
-        path
-        for rule in NAME_RULES
-        if _sound(rule.reads, malformed) and any(rule.check(subject))
-        for path in rule.reads
-    ]
-    return tuple(path.removeprefix("config.") for path in malformed)
-
-
-def _sound(paths: Collection[str], unsound: Collection[str]) -> bool:
-    """Whether no path, nor anything it lies in, is known to hold a wrong value."""
-    return not any(
-        path == wrong or path.startswith(f"{wrong}.") for path in paths for wrong in unsound
-    )
+    wrong = dict(_wrong_values(config, Topology(world=1, batch_size=1, seq_len=1)))
+    names = wrong_names(Sound(config, "config", wrong), known_passes=known_passes)
+    flags = [violation.flag for violation in (*wrong.values(), *names)]
+    return tuple(dict.fromkeys(flag.removeprefix("--compile.") for flag in flags))
 
 
 # Rules about one field alone: its type, its literal values, its bounds.
@@ -178,34 +157,25 @@ BOUNDS: dict[str, FieldBound] = {
 """Every numeric field has an entry; a test holds this to it."""
 
 
-def check_field_values(subject: Subject) -> Iterator[tuple[str, Violation]]:
-    """Each field whose value is wrong on its own, as (path, violation)."""
-    yield from _check_fields(subject, CompileConfig, "config")
-    yield from _check_fields(subject, Topology, "topology")
+def _wrong_values(config: CompileConfig, topology: Topology) -> Iterator[tuple[str, Violation]]:
+    """Yield each field whose value is wrong by itself, as (path, violation)."""
+    yield from _check_fields(config, CompileConfig, "config")
+    yield from _check_fields(topology, Topology, "topology")
 
 
-def _check_fields(subject: Subject, cls: type, prefix: str) -> Iterator[tuple[str, Violation]]:
-    hints = field_hints(cls)
-    for field in fields(cls):
-        path = f"{prefix}.{field.name}"
-        hint = hints[field.name]
-        value = value_at(subject, path)
+def _check_fields(values: object, cls: type, prefix: str) -> Iterator[tuple[str, Violation]]:
+    for name, hint in field_hints(cls).items():
+        path, value = f"{prefix}.{name}", getattr(values, name)
         if not (is_dataclass(hint) and isinstance(hint, type)):
             violation = _check_value(path, value, hint)
             if violation is not None:
                 yield path, violation
         elif isinstance(value, hint):
-            yield from _check_fields(subject, hint, path)
+            yield from _check_fields(value, hint, path)
         else:
-            yield (
-                path,
-                Violation(
-                    flag=flag_of(path),
-                    value=value,
-                    allowed=f"an instance of {hint.__name__}",
-                    fix=f"build it with gt_config.{hint.__name__}(...)",
-                ),
-            )
+            allowed = f"an instance of {hint.__name__}"
+            fix = f"build it with gt_config.{hint.__name__}(...)"
+            yield path, Violation(flag=flag_of(path), value=value, allowed=allowed, fix=fix)
 
 
 def _check_value(path: str, value: object, hint: Any) -> Violation | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,13 +33,10 @@ from gt_trainer.decoder import eager_chunks
 from gt_trainer.models import llama3
 from gt_trainer.pipelines import split_model
 from gt_trainer.placement import kept_plan, memory_budget, parallelize, place_decoder
-from gt_trainer.preflight import bitwise_violations, quantization_violations
-from gt_trainer.preflight.idle_options import RunOptions, idle_option_violations, read_elsewhere
-from gt_trainer.preflight.preflight import (
-    check_configuration,
-    configuration_violations,
-    topology_of,
-)
+from gt_trainer.preflight import pass_options, quantization_violations
+from gt_trainer.preflight.pass_options import RunOptions, pass_violations
+from gt_trainer.preflight.plain_settings import idle_violations
+from gt_trainer.preflight.preflight import check_configuration, configuration_violations
 from gt_trainer.steps import new_training_step, program, recipe
 from gt_trainer.steps.recipe import recipe_of
 
@@ -117,7 +115,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
 READERS = {
     "mode": new_training_step,
     "autoparallel": trainer,
-    "bitwise": bitwise_violations,
+    "bitwise": pass_options,
     "require_float8": quantization_violations,
     "context_parallel": parallelize,
     "verify_passes": recipe,
@@ -147,7 +145,42 @@ Check = Callable[[CompileConfig, Topology, Any], Iterator[Violation]]
 def refusals(options: CompileConfig, topology: Topology, reshard: Any) -> Iterator[Violation]:
     """What is refused of these options before a run."""
     yield from find_violations(options, topology, known_passes=known_passes())
-    yield from idle_option_violations(options, topology, reshard_after_forward=reshard)
+    yield from idle(options, topology, reshard)
+
+
+def idle(
+    options: CompileConfig,
+    topology: Topology,
+    reshard: Any = "default",
+    asked: Collection[str] = (),
+) -> Iterator[Violation]:
+    """Yield the options that would do nothing."""
+    passes = known_passes()
+    yield from idle_violations(options, topology, reshard, passes=passes, asked=asked)
+    run = RunOptions(options=options, topology=topology, reshard_after_forward=reshard)
+    yield from pass_violations(run, asked=asked)
+
+
+def read_elsewhere(run: RunOptions) -> Iterator[str]:
+    """Yield the options that something else than passes reads, which no recipe shows."""
+    options, graphs = run.options, run.graphs
+    yield from ("mode", "autoparallel", "bitwise", "require_float8")
+    if run.topology.cp > 1:
+        yield "context_parallel"
+    if options.autoparallel:
+        yield from (p for p in option_paths(type(options)) if p.startswith("autoparallel_solver."))
+    if graphs:
+        yield from ("verify_passes", "debug_graph_passes", "on_shape_change", "artifacts")
+        if options.artifacts is not None:
+            yield "artifacts_max_gib"
+    if "STEP" in graphs or "MICROBATCH" in graphs or "STAGE" in graphs:
+        yield "capture_layers"
+        if options.ep_overlap.enabled and options.ep_overlap.strategy == "eager":
+            yield from (f"ep_overlap.{name}" for name in ("num_chunks", "chunk_dim", "module_fqn"))
+    if "STAGE" in graphs:
+        yield from ("pipeline_gathered_gib", "pipeline_deferred_weights")
+    if "JOINT_FORWARD" in graphs:
+        yield "joint_partitioner"
 
 
 def without_the_check(
@@ -165,6 +198,7 @@ def values_of(config_class: type[CompileConfig], path: str) -> list[object]:
     return found
 
 
+@functools.cache
 def bound_passes(
     options: CompileConfig, graphs: tuple[GraphKind, ...], reshard: Any
 ) -> dict[GraphKind, object]:
@@ -189,17 +223,27 @@ class Case:
     flags: frozenset[str]
     """Of the option and its companions: a refusal names one of them."""
 
+    is_read: bool
+    """Whether something else than passes reads it."""
+
     def is_ignored(self, check: Check) -> bool:
-        """Whether it is neither refused nor makes a difference."""
+        """Return whether it is neither refused nor makes a difference."""
         composition = COMPOSITIONS[self.name[0]]
         refused = check(self.options, composition.topology, self.reshard)
-        if self.flags & {each.flag for each in refused}:
-            return False
-        given = bound_passes(self.options, composition.graphs, self.reshard)
-        return all(
-            given == bound_passes(options, composition.graphs, reshard)
-            for options, reshard in self.others
-        )
+        return not self.flags & {each.flag for each in refused} and not self.has_effect()
+
+    def is_refused_in_vain(self) -> bool:
+        """Return whether it is refused as one that does nothing, and does something."""
+        found = idle(self.options, COMPOSITIONS[self.name[0]].topology, self.reshard)
+        return self.name[1] in {each.flag for each in found} and self.has_effect()
+
+    def has_effect(self) -> bool:
+        """Return whether it makes a difference."""
+        if self.is_read:
+            return True
+        graphs = COMPOSITIONS[self.name[0]].graphs
+        given = bound_passes(self.options, graphs, self.reshard)
+        return any(given != bound_passes(other, graphs, reshard) for other, reshard in self.others)
 
 
 def cases(config_class: type[CompileConfig]) -> Iterator[Case]:
@@ -218,13 +262,13 @@ def cases(config_class: type[CompileConfig]) -> Iterator[Case]:
                     company = with_option(company, other, setting)
                 options = with_option(company, path, value)
                 run = RunOptions(options=options, topology=composition.topology)
-                if path not in read_elsewhere(run):
-                    yield Case(
-                        name=(name, f"--compile.{path}", value),
-                        options=options,
-                        others=((with_option(company, path, default), "default"),),
-                        flags=frozenset(f"--compile.{each}" for each in (path, *companions)),
-                    )
+                yield Case(
+                    name=(name, f"--compile.{path}", value),
+                    options=options,
+                    others=((with_option(company, path, default), "default"),),
+                    flags=frozenset(f"--compile.{each}" for each in (path, *companions)),
+                    is_read=path in read_elsewhere(run),
+                )
         every = ("default", "always", "never")
         for value in every[1:]:
             yield Case(
@@ -233,6 +277,7 @@ def cases(config_class: type[CompileConfig]) -> Iterator[Case]:
                 reshard=value,
                 others=tuple((base, each) for each in every if each != value),
                 flags=frozenset({RESHARD}),
+                is_read=False,
             )
 
 
@@ -250,8 +295,6 @@ def test_what_gt_config_refuses_better_is_told_once(tmp_path):
         parallelism=replace(config.parallelism, data_parallel_shard_degree=2),
     )
     flag = "--compile.memory_policy"
-    topology = topology_of(config, 2)
-    assert flag in {each.flag for each in idle_option_violations(config.compile, topology)}
     found = [each for each in configuration_violations(config, 2) if each.flag == flag]
     assert ["--compile.joint_partitioner" in each.allowed for each in found] == [True]
 
@@ -260,10 +303,15 @@ def test_no_composition_accepts_an_option_and_ignores_it():
     assert walk(CompileConfig, refusals) == []
 
 
+def test_no_option_is_refused_as_one_that_does_nothing_where_it_does_something():
+    found = [case.name for case in cases(CompileConfig) if case.is_refused_in_vain()]
+    assert found == []
+
+
 def test_the_walk_finds_options_that_would_be_ignored():
     found = walk(CompileConfig, without_the_check)
     assert {
-        ("pipeline", "--compile.prefetch_layers", 3),
+        ("eager", "--compile.prefetch_layers", 3),
         ("pipeline", RESHARD, "always"),
         ("pipeline", "--compile.passes", ("prefetch-all-gathers",)),
         ("aot_joint", RESHARD, "always"),
@@ -291,7 +339,7 @@ def test_an_option_that_nothing_reads_is_refused_from_the_day_it_is_declared():
     planted = "--compile.planted"
     assert {flag for _, flag, _ in walk(Planted, without_the_check)} >= {planted}
     assert walk(Planted, refusals) == []
-    (violation,) = idle_option_violations(Planted(planted=True), MESH)
+    (violation,) = idle(Planted(planted=True), MESH)
     assert violation == Violation(
         flag=planted,
         value=True,
@@ -305,9 +353,9 @@ def test_defaults_are_those_of_the_class_of_the_configuration():
     class Bucketing(CompileConfig):
         fsdp_bucketing: FsdpBucketing = "off"
 
-    assert not [*idle_option_violations(Bucketing(mode="none"), MESH)]
+    assert not [*idle(Bucketing(mode="none"), MESH)]
     asked = Bucketing(mode="none", fsdp_bucketing="transformer_block")
-    (violation,) = idle_option_violations(asked, MESH)
+    (violation,) = idle(asked, MESH)
     assert violation.flag == "--compile.fsdp_bucketing"
 
 
@@ -348,15 +396,12 @@ def test_the_graphs_of_a_composition_are_those_that_its_steps_capture():
 
 
 def told(topology: Topology = MESH, reshard: Any = "default", **settings: Any) -> str:
-    violations = idle_option_violations(
-        CompileConfig(**settings), topology, reshard_after_forward=reshard
-    )
-    return "\n".join(map(str, violations))
+    return "\n".join(map(str, idle(CompileConfig(**settings), topology, reshard)))
 
 
 def test_says_on_account_of_what_an_option_does_nothing():
     assert_expected_inline(
-        told(STAGES, "always", prefetch_layers=3),
+        "\n".join(map(str, refusals(CompileConfig(prefetch_layers=3), STAGES, "always"))),
         """\
 --compile.prefetch_layers is 3
 allowed: its default 1, since --parallelism.pipeline_parallel_degree is 2 and it would do nothing
@@ -399,8 +444,8 @@ fix: drop the option, or use --compile.autoparallel
 allowed: its default 'save_all', since --compile.inductor_compilation is 'autoparallel_backend' and it would do nothing
 fix: drop the option, or use --compile.inductor_compilation none or regional or full
 --compile.offload_host_gib is 4.0
-allowed: its default None, since nothing in this run reads it and it would do nothing
-fix: drop the option""",
+allowed: its default None, since --compile.mode is 'none' and --compile.memory_policy is 'save_all' and it would do nothing
+fix: drop the option, or use --compile.mode aot_fx_trace and --compile.memory_policy offload""",
     )
 
 
@@ -427,14 +472,12 @@ def test_what_works_on_collectives_is_refused_on_one_rank_if_it_was_typed(flag, 
         (ALONE, (), []),  # a configuration is used with any number of ranks
         (replace(MESH, dp_shard=2, tp=2), {flag}, []),
     ):
-        found = idle_option_violations(
-            CompileConfig(**options), topology, reshard_after_forward=reshard, asked=asked
-        )
+        found = idle(CompileConfig(**options), topology, reshard, asked)
         assert [each.flag for each in found] == expected
 
 
 def test_says_which_ranks_an_option_would_need():
-    (violation,) = idle_option_violations(
+    (violation,) = idle(
         CompileConfig(prefetch_layers=5), ALONE, asked={"--compile.prefetch_layers"}
     )
     assert_expected_inline(
@@ -456,11 +499,11 @@ def test_of_several_names_those_that_do_nothing_are_told():
         text,
         """\
 --compile.passes is 'reshard-after-forward'
-allowed: to leave it out, since --parallelism.pipeline_parallel_degree is 2 and it would do nothing
-fix: drop it, or use --parallelism.pipeline_parallel_degree 1
+allowed: to leave it out, since it runs on STEP alone, and this run has none of these and it would do nothing
+fix: drop it
 --compile.disable_passes is 'prefetch-all-gathers'
-allowed: to leave it out, since --parallelism.pipeline_parallel_degree is 2 and it would do nothing
-fix: drop it, or use --parallelism.pipeline_parallel_degree 1""",
+allowed: to leave it out, since it runs on STEP, MICROBATCH, JOINT_FORWARD, JOINT_BACKWARD alone, and this run has none of these and it would do nothing
+fix: drop it""",
     )
 
 

@@ -29,30 +29,30 @@ the configuration has 13 problems:
   3. --training.seq_len is 250
      allowed: a multiple of 3 (tp 3)
      fix: use 252, or smaller degrees
-  4. --parallelism.spmd_backend is 'full_dtensor'
-     allowed: 'partial_dtensor', whose collectives a capture records
-     fix: leave the flag out
-  5. activation-checkpoint is 'FullAC.Config'
-     allowed: none: recomputation is decided on the captured graph
-     fix: choose activation-checkpoint:none, and see --compile.memory_policy
-  6. --comm.mode is 'fake_backend'
-     allowed: 'default'
-     fix: to try a configuration without its machines, use --dry-run --world-size N
-  7. --training.steps is 0
+  4. --training.steps is 0
      allowed: 1 or more
      fix: give 1 or more
-  8. --training.global_batch_size is 20
+  5. --training.global_batch_size is 20
      allowed: a multiple of 8 (local_batch_size 4 * dp_replicate 1 * dp_shard 2), or -1 for that
      fix: use 16, or leave the flag out
-  9. --parallelism.tensor_parallel_degree is 3
+  6. --parallelism.tensor_parallel_degree is 3
      allowed: a divisor of the model's n_heads 16
      fix: use one of 1, 2, 4, 8, 16
-  10. --parallelism.expert_parallel_degree is 5
-      allowed: 1: the model has no experts
-      fix: leave the flag out
-  11. --training.seq_len is 250
-      allowed: a multiple of 8, for the loss's equal chunks (--loss.num_chunks)
-      fix: use 256, or --loss.num_chunks 5
+  7. --parallelism.expert_parallel_degree is 5
+     allowed: 1: the model has no experts
+     fix: leave the flag out
+  8. --training.seq_len is 250
+     allowed: a multiple of 8, for the loss's equal chunks (--loss.num_chunks)
+     fix: use 256, or --loss.num_chunks 5
+  9. --parallelism.spmd_backend is 'full_dtensor'
+     allowed: 'partial_dtensor', whose collectives a capture records
+     fix: leave the flag out
+  10. activation-checkpoint is 'FullAC.Config'
+      allowed: none: recomputation is decided on the captured graph
+      fix: choose activation-checkpoint:none, and see --compile.memory_policy
+  11. --comm.mode is 'fake_backend'
+      allowed: 'default'
+      fix: to try a configuration without its machines, use --dry-run --world-size N
   12. --dump_folder is 'RUN'
       allowed: a folder that can be made and written
       fix: TMP/file is a file: choose another folder

@@ -14,7 +14,7 @@ from gt_passes import MemoryPolicyPass, register_pass, registry
 from gt_trainer.device import intended_for
 from gt_trainer.models import deepseek_v3, llama3, qwen3
 from gt_trainer.models.adapt import adapt_published
-from gt_trainer.preflight.bitwise_violations import bitwise_violations
+from gt_trainer.preflight.pass_options import bitwise_violations
 from gt_trainer.preflight.preflight import check_configuration, configuration_violations
 from gt_trainer.preflight.settled_defaults import describe_run, settle_defaults, settled_by_hand
 from gt_trainer.quantization.quantization_options import QuantizationConfig

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations
 
-from gt_config import CompileConfig, ConfigError, Violation, find_violations
+from gt_config import CompileConfig, ConfigError, Violation
 from gt_config.option_paths import default_option, with_option
 from gt_trainer.command_line.command_line import CommandLine, UsageError
 from gt_trainer.command_line.known_flags import KnownSettings, known_settings, typed_values
@@ -23,8 +23,7 @@ from gt_trainer.models.catalog import CATALOG
 from gt_trainer.preflight.option_declarations import RunNumbers, Settings
 from gt_trainer.preflight.plain_settings import (
     TypedFlags,
-    number_violations,
-    option_violations,
+    plain_violations,
     topology_of_settings,
 )
 
@@ -86,10 +85,5 @@ def _violations(
             # JSON has lists for tuples.
             own = tuple(value) if isinstance(value, list) else value
             options = with_option(options, flag.removeprefix(_COMPILE), own)
-    return [
-        *find_violations(options, topology, known_passes=known.passes),
-        *option_violations(
-            RunNumbers(settings=settings, topology=topology, model=known.model), typed=typed
-        ),
-        *number_violations(settings, topology, model=known.model),
-    ]
+    run = RunNumbers(settings=settings, topology=topology, model=known.model)
+    return [*plain_violations(options, run, passes=known.passes, typed=typed)]

@@ -8,12 +8,15 @@ the same rules.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from gt_config import Topology, Violation
+from gt_config import CompileConfig, Topology, Violation, find_violations, malformed_options
+from gt_config.idle_options import idle, idle_options, what_lacks
+from gt_config.option_paths import default_option, with_option
+from gt_config.readers import Need, Readers
 from gt_trainer.preflight.option_declarations import (
     OPTIONS,
     ModelNumbers,
@@ -23,6 +26,16 @@ from gt_trainer.preflight.option_declarations import (
 )
 
 _PARALLELISM = "--parallelism."
+_RESHARD = "--parallelism.fsdp_reshard_after_forward"
+_RESHARDING = Readers(
+    needs=(
+        Need(path="config.mode", values=("aot_fx_trace",)),
+        Need(path="config.accumulation", values=("every_microbatch",)),
+        Need(path="topology.pp", values=(1,)),
+    ),
+    axes=("dp_shard", "cp"),
+)
+"""When something reads that option of torchtitan's."""
 _TRAINING = "--training."
 _NUM_CHUNKS = "--loss.num_chunks"
 _OF_THIS_MACHINE = ("--hf_assets_path", "--override.imports")
@@ -117,6 +130,53 @@ class TypedFlags:
 
 
 NOTHING_TYPED = TypedFlags()
+
+
+def plain_violations(
+    options: CompileConfig, run: RunNumbers, *, passes: Collection[str], typed: TypedFlags
+) -> Iterator[Violation]:
+    """Yield what is wrong with a run, as far as its numbers and names tell.
+
+    Args:
+        options: Its ``--compile.`` options.
+        run: Its other settings, and what decides on them.
+        passes: Names of the registered passes.
+        typed: What the user typed.
+    """
+    topology = run.topology
+    refused = find_violations(options, topology, known_passes=passes)
+    yield from refused
+    told = {violation.flag for violation in refused}  # with a better reason
+    reshard = run.settings[_RESHARD]
+    idle_ones = idle_violations(options, topology, reshard, passes=passes, asked=typed.names)
+    yield from (violation for violation in idle_ones if violation.flag not in told)
+    yield from option_violations(run, typed=typed)
+    yield from number_violations(run.settings, topology, model=run.model)
+
+
+def idle_violations(
+    options: CompileConfig,
+    topology: Topology,
+    reshard: str,
+    *,
+    passes: Collection[str],
+    asked: Collection[str] = (),
+) -> Iterator[Violation]:
+    """Yield the options of recipes that nothing in a run reads; malformed ones are left out.
+
+    Args:
+        options: The ``--compile.`` options.
+        topology: The extents of the run.
+        reshard: torchtitan's option for what is gathered again in the backward.
+        passes: Names of the registered passes.
+        asked: Flags that the user typed.
+    """
+    for path in malformed_options(options, known_passes=passes):
+        options = with_option(options, path, default_option(type(options), path))
+    yield from idle_options(options, topology, asked=asked)
+    because, remedy = what_lacks(_RESHARDING, options, topology, looks_at_mesh=_RESHARD in asked)
+    if reshard != "default" and because:
+        yield idle(_RESHARD, reshard, "default", because=because, remedy=remedy)
 
 
 def option_violations(run: RunNumbers, *, typed: TypedFlags) -> Iterator[Violation]:

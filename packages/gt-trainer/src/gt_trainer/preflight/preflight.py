@@ -25,18 +25,17 @@ from torchtitan.models.common.token_dispatcher import (
     BaseEPTokenDispatcher,
 )
 
-from gt_config import ConfigError, SavedOpSelector, Topology, Violation, find_violations
+from gt_config import ConfigError, SavedOpSelector, Topology, Violation
 from gt_config.selectors import is_inside
 from gt_passes import known_passes
 from gt_trainer.decoder.expert_layers import expert_layers
 from gt_trainer.device import intended_device_type
 from gt_trainer.models.hugging_face.causal_model import CausalModel
-from gt_trainer.preflight.bitwise_violations import bitwise_violations
 from gt_trainer.preflight.context_parallel_violations import context_parallel_violations
 from gt_trainer.preflight.export_violations import export_violations
-from gt_trainer.preflight.idle_options import idle_option_violations
 from gt_trainer.preflight.machine_violations import machine_violations
 from gt_trainer.preflight.option_declarations import ModelNumbers, RunNumbers
+from gt_trainer.preflight.pass_options import RunOptions, bitwise_violations, pass_violations
 from gt_trainer.preflight.pipeline_violations import pipeline_violations
 from gt_trainer.preflight.placement_violations import (
     autoparallel_violations,
@@ -45,8 +44,7 @@ from gt_trainer.preflight.placement_violations import (
 from gt_trainer.preflight.plain_settings import (
     NOTHING_TYPED,
     TypedFlags,
-    number_violations,
-    option_violations,
+    plain_violations,
     settings_of,
     topology_of_settings,
 )
@@ -110,16 +108,18 @@ def configuration_violations(
         typed: As for ``check_configuration``.
     """
     topology = topology_of(config, world_size)
-    violations = find_violations(config.compile, topology, known_passes=known_passes())
-    yield from violations
-    told = {violation.flag for violation in violations}
-    idle = idle_option_violations(
-        config.compile,
-        topology,
+    settings, model = settings_of(config), model_numbers_of(config)
+    device = intended_device_type()
+    run = RunNumbers(settings=settings, topology=topology, model=model, device=device)
+    plain = [*plain_violations(config.compile, run, passes=known_passes(), typed=typed)]
+    yield from plain
+    told = {violation.flag for violation in plain}
+    recipes = RunOptions(
+        options=config.compile,
+        topology=topology,
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
-        asked=typed.names,
     )
-    # gt-config refuses some of these too, and knows better why.
+    idle = pass_violations(recipes, asked=typed.names)
     yield from (each for each in idle if each.flag not in told)
     yield from bitwise_violations(config.compile, topology)
     yield from quantization_violations(config)
@@ -127,14 +127,6 @@ def configuration_violations(
         config.parallelism, config.training, activation_checkpoint=config.activation_checkpoint
     )
     yield from _unsupported_options(config)
-    settings, model = settings_of(config), model_numbers_of(config)
-    yield from option_violations(
-        RunNumbers(
-            settings=settings, topology=topology, model=model, device=intended_device_type()
-        ),
-        typed=typed,
-    )
-    yield from number_violations(settings, topology, model=model)
     yield from _unsound_profiler(config)
     yield from _unknown_overrides(config)
     yield from _exchanges_of_unknown_operators(config)

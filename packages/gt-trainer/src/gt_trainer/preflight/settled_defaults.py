@@ -18,8 +18,7 @@ from gt_passes import MemoryPolicyPass, RecipeError, known_passes
 from gt_passes.registry import find_passes
 from gt_trainer.device import intended_device_type
 from gt_trainer.parallelism_options import TrainerParallelismConfig, balance_of
-from gt_trainer.preflight.bitwise_violations import what_changes_bits
-from gt_trainer.preflight.idle_options import RunOptions
+from gt_trainer.preflight.pass_options import RunOptions, what_changes_bits
 from gt_trainer.preflight.preflight import configuration_violations, topology_of
 from gt_trainer.quantization.quantization_options import QuantizationConfig
 from gt_trainer.trainer import GraphTrainer
