@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gt_config.graph_neutral import graph_neutral
-from gt_config.readers import Need, read, read_by_passes
+from gt_config.readers import NeededValue, read, read_by_passes
 from gt_config.topology import MeshAxis
 
 Mode = Literal["none", "aot_fx_trace", "aot_joint"]
@@ -32,21 +32,21 @@ EpChunkDim = Literal["batch", "seq"]
 EpModuleFqn = Literal["layers.*", "layers.*.moe"]
 
 # What options need so that something reads them.
-_CAPTURED = Need(path="config.mode", values=("aot_fx_trace", "aot_joint"))
-_TRACED = Need(path="config.mode", values=("aot_fx_trace",))
-_JOINT = Need(path="config.mode", values=("aot_joint",))
-_RECIPE = Need(path="config.inductor_compilation", values=("none", "regional", "full"))
-_REGIONS = Need(path="config.inductor_compilation", values=("regional",))
-_SOLVER = Need(path="config.autoparallel", values=(True,))
-_OVERLAP = Need(path="config.ep_overlap.enabled", values=(True,))
-_BUCKETS = Need(path="config.fsdp_bucketing", values=("transformer_block",))
-_OFFLOAD = Need(path="config.memory_policy", values=("offload",))
-_LAYERS = Need(path="config.memory_policy", values=("full_recompute",))
-_EVERY_MICROBATCH = Need(path="config.accumulation", values=("every_microbatch",))
-_ARTIFACTS = Need(path="config.artifacts")
-_ONE_STAGE = Need(path="topology.pp", values=(1,))
-_STAGES = Need(path="topology.pp")
-_SHARED_SEQUENCES = Need(path="topology.cp")
+_CAPTURED = NeededValue(path="config.mode", values=("aot_fx_trace", "aot_joint"))
+_TRACED = NeededValue(path="config.mode", values=("aot_fx_trace",))
+_JOINT = NeededValue(path="config.mode", values=("aot_joint",))
+_RECIPE = NeededValue(path="config.inductor_compilation", values=("none", "regional", "full"))
+_REGIONS = NeededValue(path="config.inductor_compilation", values=("regional",))
+_SOLVER = NeededValue(path="config.autoparallel", values=(True,))
+_OVERLAP = NeededValue(path="config.ep_overlap.enabled", values=(True,))
+_BUCKETS = NeededValue(path="config.fsdp_bucketing", values=("transformer_block",))
+_OFFLOAD = NeededValue(path="config.memory_policy", values=("offload",))
+_LAYERS = NeededValue(path="config.memory_policy", values=("full_recompute",))
+_EVERY_MICROBATCH = NeededValue(path="config.accumulation", values=("every_microbatch",))
+_ARTIFACTS = NeededValue(path="config.artifacts")
+_ONE_STAGE = NeededValue(path="topology.pp", values=(1,))
+_STAGES = NeededValue(path="topology.pp")
+_SHARED_SEQUENCES = NeededValue(path="topology.cp")
 _SHARDS: tuple[MeshAxis, ...] = ("dp_shard", "cp")
 _REPLICAS: tuple[MeshAxis, ...] = (*_SHARDS, "dp_replicate")
 

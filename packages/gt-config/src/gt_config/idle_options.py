@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from gt_config.compile_config import CompileConfig
 from gt_config.errors import Violation
 from gt_config.option_paths import default_option, field_at, flag_of, option_at, option_paths
-from gt_config.readers import READERS_KEY, Need, Readers
+from gt_config.readers import READERS_KEY, NeededValue, Readers
 from gt_config.topology import Topology
 
 
@@ -64,14 +64,14 @@ def what_lacks(
         return "nothing in this run reads it", ""
     values = {"config": config, "topology": topology}
 
-    def value_of(need: Need) -> object:
+    def value_of(need: NeededValue) -> object:
         root, _, path = need.path.partition(".")
         return option_at(values[root], path)
 
     unmet = [each for each in readers.needs if not each.holds_for(value_of(each))]
     remedies = [_remedy(each) for each in unmet]
     if looks_at_mesh and not config.autoparallel:
-        degrees = [Need(path=f"topology.{axis}") for axis in readers.axes]
+        degrees = [NeededValue(path=f"topology.{axis}") for axis in readers.axes]
         if degrees and not any(each.holds_for(value_of(each)) for each in degrees):
             # Ranks that share sequences shard parameters too, and are not what is meant here.
             lacking = [each for each in degrees if each.path != "topology.cp"]
@@ -81,7 +81,7 @@ def what_lacks(
     return because, " and ".join(remedies)
 
 
-def _remedy(need: Need) -> str:
+def _remedy(need: NeededValue) -> str:
     """Return the flag with the values that are needed, as a user types it."""
     values = " or ".join(str(each) for each in need.values if each is not True)
     if not need.values and need.path.startswith("topology."):

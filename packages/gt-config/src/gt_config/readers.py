@@ -16,7 +16,7 @@ READERS_KEY = "gt_config.readers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class NeededValue:
     """Values of another option, or of a degree, without which nothing reads an option."""
 
     path: str
@@ -33,7 +33,7 @@ class Need:
 class Readers:
     """What decides whether something in a run reads an option."""
 
-    needs: tuple[Need, ...] = ()
+    needs: tuple[NeededValue, ...] = ()
     """All of them must hold."""
     axes: tuple[MeshAxis, ...] = ()
     """One of these must have several ranks, unless a solver places the model."""
@@ -41,7 +41,7 @@ class Readers:
     """Whether passes alone read it, so that the recipe shows what it does."""
 
 
-def read(*needs: Need) -> MappingProxyType[str, Readers]:
+def read(*needs: NeededValue) -> MappingProxyType[str, Readers]:
     """Return metadata for a field whose option is read by something else than passes.
 
     Args:
@@ -50,7 +50,9 @@ def read(*needs: Need) -> MappingProxyType[str, Readers]:
     return MappingProxyType({READERS_KEY: Readers(needs=needs)})
 
 
-def read_by_passes(*needs: Need, axes: tuple[MeshAxis, ...] = ()) -> MappingProxyType[str, Readers]:
+def read_by_passes(
+    *needs: NeededValue, axes: tuple[MeshAxis, ...] = ()
+) -> MappingProxyType[str, Readers]:
     """Return metadata for a field whose option is read by passes alone.
 
     Args:

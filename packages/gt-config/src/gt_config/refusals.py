@@ -45,7 +45,7 @@ class Sound:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RefusalRow:
     """A row: a value that a configuration cannot have, and why."""
 
     path: str
@@ -73,9 +73,9 @@ def _name(path: str) -> str:
     return path.partition(".")[2]
 
 
-def _idle(path: str, holds: Callable[[Any, Any], bool], because: str, remedy: str) -> Refusal:
+def _idle(path: str, holds: Callable[[Any, Any], bool], because: str, remedy: str) -> RefusalRow:
     """Return a row that refuses every value but the default, since it would do nothing."""
-    return Refusal(path, holds, because, remedy, is_idle=True)
+    return RefusalRow(path, holds, because, remedy, is_idle=True)
 
 
 _PP = "--parallelism.pipeline_parallel_degree"
@@ -104,21 +104,21 @@ def _overlaps(c: Any, **options: object) -> bool:
     return bool(overlap.enabled and all(getattr(overlap, k) == v for k, v in options.items()))
 
 
-TABLE: tuple[Refusal, ...] = (
+TABLE: tuple[RefusalRow, ...] = (
     # Placement by a solver.
-    Refusal(
+    RefusalRow(
         "config.inductor_compilation",
         lambda c, t: _is_backend(c) and not c.autoparallel,
         "'autoparallel_backend' only with --compile.autoparallel",
         "add --compile.autoparallel, or choose another --compile.inductor_compilation",
     ),
-    Refusal(
+    RefusalRow(
         "config.inductor_compilation",
         lambda c, t: _is_backend(c) and c.mode != "aot_fx_trace",
         "'autoparallel_backend' only with --compile.mode aot_fx_trace, not {c.mode}",
         "use --compile.mode aot_fx_trace, or choose another --compile.inductor_compilation",
     ),
-    Refusal(
+    RefusalRow(
         "config.mode",
         lambda c, t: c.autoparallel and t.pp > 1 and c.mode == "none",
         f"'aot_fx_trace' with --compile.autoparallel and {_PP} {{t.pp}}: eager stages would gather "
@@ -126,14 +126,14 @@ TABLE: tuple[Refusal, ...] = (
         "once a step",
         "use --compile.mode aot_fx_trace",
     ),
-    Refusal(
+    RefusalRow(
         "config.inductor_compilation",
         lambda c, t: c.autoparallel and t.pp > 1 and _is_backend(c),
         f"another one with {_PP} {{t.pp}}: it orders and compiles a step as a whole, and a stage "
         "is one graph for each action of the schedule",
         f"leave the flag out, or use {_PP} 1",
     ),
-    Refusal(
+    RefusalRow(
         "config.autoparallel_solver.experts",
         lambda c, t: (
             c.autoparallel and c.autoparallel_solver.experts == "expert_parallel" and t.ep == 1
@@ -141,7 +141,7 @@ TABLE: tuple[Refusal, ...] = (
         f"'expert_parallel' only with {_EP} 2 or more",
         "give the experts an axis, or choose 'any', which may distribute them over another",
     ),
-    Refusal(
+    RefusalRow(
         "config.autoparallel_solver.experts",
         lambda c, t: (
             c.autoparallel and _overlaps(c) and c.autoparallel_solver.experts == "own_tokens"
@@ -150,7 +150,7 @@ TABLE: tuple[Refusal, ...] = (
         "tokens exchange none, and there is nothing to overlap",
         "choose expert_parallel, or turn EP overlap off",
     ),
-    Refusal(
+    RefusalRow(
         "config.autoparallel_solver.plan",
         lambda c, t: c.autoparallel_solver.plan is not None and not c.autoparallel,
         "None without --compile.autoparallel: nobody would read it",
@@ -165,28 +165,28 @@ TABLE: tuple[Refusal, ...] = (
         )
         for name in _OF_SEARCH
     ),
-    Refusal(
+    RefusalRow(
         "config.mode",
         lambda c, t: c.autoparallel and c.mode == "aot_joint" and not _is_backend(c),
         "'aot_fx_trace' or 'none' with --compile.autoparallel: the planned forward and backward "
         "are one graph already",
         "use --compile.mode aot_fx_trace",
     ),
-    Refusal(
+    RefusalRow(
         "config.ep_overlap.strategy",
         lambda c, t: c.autoparallel and _overlaps(c) and c.ep_overlap.strategy == "eager",
         "'graph' with --compile.autoparallel: the other cuts the calls of modules, and a placed "
         "model calls none, but runs a planned program",
         "use --compile.ep_overlap.strategy graph",
     ),
-    Refusal(
+    RefusalRow(
         "config.ep_overlap.enabled",
         lambda c, t: c.autoparallel and _overlaps(c) and _is_backend(c),
         "False with --compile.inductor_compilation autoparallel_backend, which orders collectives "
         "and computation of the whole step for itself",
         "turn EP overlap off, or leave --compile.inductor_compilation out",
     ),
-    Refusal(
+    RefusalRow(
         "topology.cp",
         lambda c, t: c.autoparallel and t.cp > 1,
         "1 with --compile.autoparallel: a plan takes whole sequences, and cuts them itself where "
@@ -201,7 +201,7 @@ TABLE: tuple[Refusal, ...] = (
         "in --compile.mode aot_joint --compile.joint_partitioner says what is kept",
         "--compile.mode aot_fx_trace",
     ),
-    Refusal(
+    RefusalRow(
         "config.inductor_compilation",
         lambda c, t: (
             c.memory_policy == "offload" and c.cuda_graphs and c.inductor_compilation == "full"
@@ -209,7 +209,7 @@ TABLE: tuple[Refusal, ...] = (
         f"'none' or 'regional' with offload and CUDA graphs: {_HOST_COPIES}",
         "use regional, another --compile.memory_policy, or leave out --compile.cuda_graphs",
     ),
-    Refusal(
+    RefusalRow(
         "config.regional_modules",
         lambda c, t: (
             c.memory_policy == "offload"
@@ -266,47 +266,47 @@ TABLE: tuple[Refusal, ...] = (
         "no parameter is gathered and no gradient reduced",
         "several data-parallel ranks",
     ),
-    Refusal(
+    RefusalRow(
         "config.accumulation",
         lambda c, t: c.autoparallel and c.accumulation == "reduce_once",
         "'every_microbatch' with --compile.autoparallel: a plan is the cheapest if every "
         "microbatch gathers and reduces as it says",
         "drop one of the two",
     ),
-    Refusal(
+    RefusalRow(
         "config.fsdp_second_group",
         lambda c, t: _shares_steps(c, t) and c.fsdp_second_group,
         "False with --compile.accumulation reduce_once: no microbatch both gathers parameters and "
         "reduces gradients",
         "leave the flag out, or use --compile.accumulation every_microbatch",
     ),
-    Refusal(
+    RefusalRow(
         "config.cuda_graphs",
         lambda c, t: _shares_steps(c, t) and c.cuda_graphs and t.ep > 1,
         f"False with --compile.accumulation reduce_once and {_EP} {{t.ep}}: such a step is one "
         "CUDA graph or none, and how many tokens are exchanged is known on the device alone",
         "leave the flag out, or use --compile.accumulation every_microbatch",
     ),
-    Refusal(
+    RefusalRow(
         "config.require_float8",
         lambda c, t: c.require_float8 and c.bitwise,
         "() with --compile.bitwise: products in 8 bits are approximate",
         "drop one of the two",
     ),
     # Overlap of the exchange of tokens.
-    Refusal(
+    RefusalRow(
         "config.ep_overlap.enabled",
         lambda c, t: _overlaps(c) and c.mode != "aot_fx_trace",
         "True only with --compile.mode aot_fx_trace, not {c.mode}",
         "use --compile.mode aot_fx_trace, or turn EP overlap off",
     ),
-    Refusal(
+    RefusalRow(
         "config.ep_overlap.enabled",
         lambda c, t: _overlaps(c) and t.ep == 1,
         f"True only with {_EP} above 1; it is {{t.ep}}",
         f"raise {_EP}, or turn EP overlap off",
     ),
-    Refusal(
+    RefusalRow(
         "config.ep_overlap.chunk_dim",
         lambda c, t: _overlaps(c, chunk_dim="seq", module_fqn="layers.*"),
         "'seq' only with --compile.ep_overlap.module_fqn layers.*.moe, not "
@@ -314,19 +314,19 @@ TABLE: tuple[Refusal, ...] = (
         "use --compile.ep_overlap.module_fqn 'layers.*.moe', or --compile.ep_overlap.chunk_dim "
         "batch",
     ),
-    Refusal(
+    RefusalRow(
         "config.ep_overlap.num_chunks",
         lambda c, t: _overlaps(c, strategy="eager") and c.ep_overlap.num_chunks != 2,
         "2, with --compile.ep_overlap.strategy eager",
         "use 2 chunks, or --compile.ep_overlap.strategy graph",
     ),
-    Refusal(
+    RefusalRow(
         "config.ep_overlap.disable_early_grad_accumulation",
         lambda c, t: _overlaps(c, strategy="eager", disable_early_grad_accumulation=True),
         "its default False, since the eager strategy never accumulates early",
         "drop the option, or use --compile.ep_overlap.strategy graph",
     ),
-    Refusal(
+    RefusalRow(
         "config.ep_overlap.chunk_dim",
         lambda c, t: (
             _overlaps(c, strategy="graph", chunk_dim="seq") and t.tp > 1 and c.autoparallel
@@ -336,7 +336,7 @@ TABLE: tuple[Refusal, ...] = (
         "is no chunk of it",
         f"use --compile.ep_overlap.chunk_dim batch, or {_TP} 1",
     ),
-    Refusal(
+    RefusalRow(
         "config.ep_overlap.strategy",
         lambda c, t: (
             _overlaps(c, strategy="graph", chunk_dim="seq") and t.tp > 1 and not c.autoparallel
@@ -345,7 +345,7 @@ TABLE: tuple[Refusal, ...] = (
         "them inside the modules, and a chunk of what they gather is no chunk of what each has",
         f"use eager, --compile.ep_overlap.chunk_dim batch, or {_TP} 1",
     ),
-    Refusal(
+    RefusalRow(
         "config.context_parallel",
         lambda c, t: (
             _overlaps(c, strategy="graph", module_fqn="layers.*")
@@ -357,7 +357,7 @@ TABLE: tuple[Refusal, ...] = (
         "use gather, --compile.ep_overlap.strategy eager, or --compile.ep_overlap.module_fqn "
         "'layers.*.moe'",
     ),
-    Refusal(
+    RefusalRow(
         "config.inductor_compilation",
         lambda c, t: _overlaps(c) and c.inductor_compilation == "full",
         "'none' or 'regional' with EP overlap: in one program Inductor fuses operators of several "
@@ -365,14 +365,14 @@ TABLE: tuple[Refusal, ...] = (
         "use regional, or turn EP overlap off",
     ),
     # Pipelines.
-    Refusal(
+    RefusalRow(
         "config.mode",
         lambda c, t: t.pp > 1 and c.mode == "aot_joint",
         f"'none' or 'aot_fx_trace' with {_PP} {{t.pp}}: stages are captured with their backward, "
         "or eager",
         f"use aot_fx_trace, or {_PP} 1",
     ),
-    Refusal(
+    RefusalRow(
         "config.fsdp_into_dense_regions",
         lambda c, t: t.pp > 1 and c.fsdp_into_dense_regions,
         f"False with {_PP} {{t.pp}}: gathering and reducing are actions of their own, and the "
@@ -385,14 +385,14 @@ TABLE: tuple[Refusal, ...] = (
         f"{_PP} is {{t.pp}}",
         f"{_PP} 1",
     ),
-    Refusal(
+    RefusalRow(
         "config.cuda_graphs",
         lambda c, t: t.pp > 1 and c.cuda_graphs and c.memory_policy == "offload",
         "False with --compile.memory_policy offload in a pipeline: each microbatch has host memory "
         "of its own, and a CUDA graph copies to one address",
         "leave the flag out, or use another --compile.memory_policy",
     ),
-    Refusal(
+    RefusalRow(
         "config.pipeline_gathered_gib",
         lambda c, t: (
             t.pp > 1 and c.cuda_graphs and t.ep > 1 and c.pipeline_gathered_gib is not None

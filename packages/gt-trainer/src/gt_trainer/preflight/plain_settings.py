@@ -16,7 +16,7 @@ from typing import Any
 from gt_config import CompileConfig, Topology, Violation, find_violations, malformed_options
 from gt_config.idle_options import idle, idle_options, what_lacks
 from gt_config.option_paths import default_option, with_option
-from gt_config.readers import Need, Readers
+from gt_config.readers import NeededValue, Readers
 from gt_trainer.preflight.option_declarations import (
     OPTIONS,
     ModelNumbers,
@@ -29,9 +29,9 @@ _PARALLELISM = "--parallelism."
 _RESHARD = "--parallelism.fsdp_reshard_after_forward"
 _RESHARDING = Readers(
     needs=(
-        Need(path="config.mode", values=("aot_fx_trace",)),
-        Need(path="config.accumulation", values=("every_microbatch",)),
-        Need(path="topology.pp", values=(1,)),
+        NeededValue(path="config.mode", values=("aot_fx_trace",)),
+        NeededValue(path="config.accumulation", values=("every_microbatch",)),
+        NeededValue(path="topology.pp", values=(1,)),
     ),
     axes=("dp_shard", "cp"),
 )
