@@ -31,7 +31,7 @@ from gt_trace.garbage_collection import held_garbage_collection  # noqa: E402
 from gt_trainer.dry_run.fake_step import FakeStep, fake_step  # noqa: E402
 from gt_trainer.startup import StartupClock  # noqa: E402
 from gt_trainer.steps.captured_step import whole_step  # noqa: E402
-from gt_trainer.steps.recipe import recipe_of  # noqa: E402
+from gt_trainer.steps.recipe import Recipe  # noqa: E402
 
 __all__ = ["main"]
 
@@ -64,7 +64,7 @@ def _capture(config: Any, step: FakeStep, file: Path, parts: dict[str, float]) -
                 *step.inputs,
                 options=TracingOptions(meta_device=step.meta_device),
             ),
-            recipe=recipe_of(config.compile, compiler=DescribeOnly()),
+            recipe=Recipe(options=config.compile, compiler=DescribeOnly()),
             clock=StartupClock(),
         )
     with _timed(parts, "write"):

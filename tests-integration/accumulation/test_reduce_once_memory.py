@@ -20,7 +20,7 @@ from gt_trainer.steps.captured_microbatches import microbatches
 from gt_trainer.steps.captured_step import whole_step
 from gt_trainer.steps.gradients import accumulate_gradients
 from gt_trainer.steps.program import capture_program
-from gt_trainer.steps.recipe import recipe_of
+from gt_trainer.steps.recipe import Recipe
 from gt_trainer.trainer import GraphTrainer
 
 WORLD_SIZE = 8
@@ -45,7 +45,7 @@ def measured_bytes(config: GraphTrainer.Config, num_microbatches: int) -> int:
     with fake_step(config, WORLD_SIZE) as step:
         step.model.to_empty(device="cpu")
         clock = StartupClock()
-        recipe = recipe_of(config.compile)
+        recipe = Recipe(options=config.compile)
         # Masks are on meta, where long ones need no memory.
         inputs = pytree.tree_map(
             lambda each: torch.ones_like(each, device="cpu") if each.is_meta else each, step.inputs

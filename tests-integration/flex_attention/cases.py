@@ -47,7 +47,7 @@ from gt_trainer.models import adapt
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import WholeStepProgram, whole_step
 from gt_trainer.steps.program import CaptureReport, TracingOptions, capture_program
-from gt_trainer.steps.recipe import recipe_of
+from gt_trainer.steps.recipe import Recipe
 
 _compiled = torch.compile(flex_attention, backend="eager")
 
@@ -122,7 +122,7 @@ def fake_capture(
         model: of ``stamped_cells.MODELS``.
         mesh: of ``stamped_cells.MESHES``.
         options: of ``--compile``.
-        recipe: further arguments of ``recipe_of``.
+        recipe: further arguments of ``Recipe``.
     """
     module, name = MODELS[model]
     world_size, degrees = MESHES[mesh]
@@ -145,7 +145,7 @@ def fake_capture(
                         meta_device=step.meta_device,
                     ),
                 ),
-                recipe=recipe_of(config.compile, compiler=DescribeOnly(), **recipe),
+                recipe=Recipe(options=config.compile, compiler=DescribeOnly(), **recipe),
                 clock=StartupClock(),
             )
 

@@ -14,7 +14,7 @@ from gt_trainer.dry_run.fake_step import fake_step
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import whole_step
 from gt_trainer.steps.program import TracingOptions, capture_program
-from gt_trainer.steps.recipe import recipe_of
+from gt_trainer.steps.recipe import Recipe
 from gt_trainer.trainer import GraphTrainer
 
 WORLD_SIZE = 4
@@ -40,7 +40,7 @@ def captured_before_passes(
 
 def _captured(config: GraphTrainer.Config) -> str:
     texts: list[str] = []
-    recipe = recipe_of(config.compile, compiler=DescribeOnly())
+    recipe = Recipe(options=config.compile, compiler=DescribeOnly())
 
     def recorded(context: PassContext, graph: GraphKind) -> PassManager:
         manager = recipe(context, graph)

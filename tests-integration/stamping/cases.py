@@ -16,7 +16,7 @@ from gt_trainer.dry_run.fake_step import fake_step
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import WholeStepProgram, whole_step
 from gt_trainer.steps.program import CaptureReport, TracingOptions, capture_program
-from gt_trainer.steps.recipe import recipe_of
+from gt_trainer.steps.recipe import Recipe
 from gt_trainer.trainer import GraphTrainer
 
 __all__ = [
@@ -130,8 +130,8 @@ def _captured(cell: Cell, capture_layers: CaptureLayers) -> CaptureReport[WholeS
                     meta_device=step.meta_device,
                 ),
             ),
-            recipe=recipe_of(
-                config.compile,
+            recipe=Recipe(
+                options=config.compile,
                 reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
                 compiler=DescribeOnly(),
             ),

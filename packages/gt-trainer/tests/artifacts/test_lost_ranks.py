@@ -120,22 +120,14 @@ def test_a_rank_that_captures_for_too_long_ends_both(tmp_path: Path):
 def unknown_to_one(rank: int, folder: str) -> object:
     """Ask for a graph of which one rank cannot tell what it depends on."""
 
-    def identity(**facts: object) -> Fingerprint:
+    def identity(graph: object) -> Fingerprint:
         if rank == 1:
             raise FingerprintTypeError("model.scale is of type Secret")
         return Fingerprint(fields={"model": "one"})
 
     run: Any = SimpleNamespace(identity=identity, device=torch.device("cpu"))
     nothing: Any = None
-    return RunArtifacts.obtain(
-        run,
-        nothing,
-        passes=(),
-        model=nothing,
-        loss_fn=None,
-        arguments=(),
-        is_first=True,
-    )
+    return RunArtifacts.obtain(run, nothing, is_first=True)
 
 
 def test_a_rank_that_cannot_tell_what_its_graph_depends_on_ends_all(tmp_path: Path):

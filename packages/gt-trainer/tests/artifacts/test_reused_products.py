@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import nn
 
 from gt_config import Fingerprint
 from gt_passes.compilation.compiler_products import note_product
@@ -28,26 +27,18 @@ SHARED = SharedGraph(
 )
 
 
-class AloneArtifacts(RunArtifacts):
-    """Of a run without process groups, of which no more is asked here."""
-
-    def axes(self, model: nn.Module) -> MeshAxes:
-        return MeshAxes.of([])
-
-
 @pytest.fixture
 def artifacts(tmp_path: Path) -> RunArtifacts:
-    return AloneArtifacts(
+    return RunArtifacts(
         folder=ArtifactFolder(tmp_path, max_bytes=None),
         settings=cast("Any", None),
         parallel_dims=cast("Any", None),
         device=torch.device("cpu"),
-        passes_of=lambda kind: (),
     )
 
 
 def generate(artifacts: RunArtifacts, product: bytes) -> None:
-    with artifacts.generating_code(SHARED, model=nn.Linear(2, 2)):
+    with artifacts.generating_code(SHARED, MeshAxes.of([])):
         note_product(product)
 
 

@@ -38,7 +38,7 @@ from gt_trainer.preflight.pass_options import RunOptions, pass_violations
 from gt_trainer.preflight.plain_settings import idle_violations
 from gt_trainer.preflight.preflight import check_configuration, configuration_violations
 from gt_trainer.steps import new_training_step, program, recipe
-from gt_trainer.steps.recipe import recipe_of
+from gt_trainer.steps.recipe import Recipe
 
 RESHARD = "--parallelism.fsdp_reshard_after_forward"
 MESH = Topology(world=4, dp_shard=4, ep=2, batch_size=8, seq_len=8)
@@ -203,7 +203,7 @@ def bound_passes(
     options: CompileConfig, graphs: tuple[GraphKind, ...], reshard: Any
 ) -> dict[GraphKind, object]:
     """What a run's recipe binds to each of its graphs."""
-    build = recipe_of(options, reshard_after_forward=reshard)
+    build = Recipe(options=options, reshard_after_forward=reshard)
     context = PassContext(fake_mode=FakeTensorMode())
     return {graph: build(context, graph).passes for graph in graphs}
 

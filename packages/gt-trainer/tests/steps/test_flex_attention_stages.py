@@ -25,11 +25,9 @@ from gt_pipeline.runner import ActivationSignature
 from gt_pipeline.schedules import schedule_of
 from gt_pipeline.split import stage_modules
 from gt_trace import flex_attention_on_cpu
-from gt_trainer.startup import StartupClock
 from gt_trainer.steps.pipelined_step import PipelinedStep
-from gt_trainer.steps.program import TracingOptions
 from gt_trainer.steps.program_step import CaptureSetup, JointStep
-from gt_trainer.steps.stage_recipe import StagePasses
+from gt_trainer.steps.recipe import Recipe
 
 LENGTH, NUM_MICROBATCHES = 32, 2
 
@@ -106,7 +104,7 @@ def test_stages_compute_what_the_whole_model_does(model: Decoder, samples: int) 
             shape=(samples, LENGTH, model.config.dim), dtype=torch.float32, requires_grad=True
         ),
         pipeline_group=None,  # type: ignore[arg-type]  # a pipeline of one rank needs none
-        new_passes=lambda index: StagePasses(CompileConfig(memory_policy="selective")),
+        recipe_of=lambda index: Recipe(options=CompileConfig(memory_policy="selective")),
         device=torch.device("cpu"),
     )
     valid = torch.tensor(NUM_MICROBATCHES * samples * LENGTH)
@@ -129,13 +127,9 @@ def test_stages_compute_what_the_whole_model_does(model: Decoder, samples: int) 
 
 
 def test_joint_graphs_compute_what_the_model_does(model: Decoder) -> None:
-    setup = CaptureSetup(
-        recipe=_clean_up,
-        clock=StartupClock(),
-        on_capture=lambda report: None,
-        tracing=TracingOptions(),
-    )
-    forward = JointStep(model, loss_fn, preparation=None, setup=setup).forward
+    forward = JointStep(
+        model, loss_fn, recipe=_clean_up, preparation=None, setup=CaptureSetup()
+    ).forward
     valid = torch.tensor(2 * LENGTH)
     for seed in range(2):
         tokens, labels, kwargs = batch(model, seed, samples=2)

@@ -29,13 +29,14 @@ def joint_forward(
     reports: list[CaptureReport[JointProgram]] = []
     clock = StartupClock()
     setup = CaptureSetup(
-        recipe=recipe,
         clock=clock,
         on_capture=reports.append,
         on_shape_change=on_shape_change,
         tracing=TracingOptions(),
     )
-    step = JointStep(model, None, preparation=None, setup=setup)  # the loss is not asked for
+    step = JointStep(
+        model, None, recipe=recipe, preparation=None, setup=setup
+    )  # the loss is not asked for
     return step.forward, reports, clock
 
 

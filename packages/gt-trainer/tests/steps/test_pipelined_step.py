@@ -18,7 +18,9 @@ from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs
 from gt_pipeline.schedules import schedule_of
 from gt_trainer.steps import pipelined_step
 from gt_trainer.steps.pipelined_step import PipelinedStep
-from gt_trainer.steps.stage_recipe import StagePasses
+from gt_trainer.steps.program import TracingOptions
+from gt_trainer.steps.program_step import CaptureSetup
+from gt_trainer.steps.recipe import Recipe
 
 
 class Model(nn.Module):
@@ -49,9 +51,9 @@ def pipelined(module: nn.Module, **options: Any) -> PipelinedStep:
         loss_fn=loss_fn,
         activation=_no_activation,
         pipeline_group=None,  # type: ignore[arg-type]  # a pipeline of one rank needs none
-        new_passes=lambda index: StagePasses(CompileConfig()),
+        recipe_of=lambda index: Recipe(options=CompileConfig()),
         device=torch.device("cpu"),
-        **options,
+        setup=CaptureSetup(**options),
     )
 
 
@@ -84,7 +86,7 @@ def test_verification_of_passes_reaches_the_stages(monkeypatch: pytest.MonkeyPat
         return GraphPipelineStage(*args, **options)
 
     monkeypatch.setattr(pipelined_step, "GraphPipelineStage", stage)
-    pipelined(Model(), verify=verify).eval(**batch())
+    pipelined(Model(), tracing=TracingOptions(verify=verify)).eval(**batch())
     assert asked == [verify]
 
 

@@ -70,13 +70,10 @@ class GraphPipelineStage:
         loss_fn: of the last stage: part of its forward.
         device: where the stage runs.
         prepare_capture: edits the joint graph before it is cut.
-        transform: edits each action's graph; what it makes of it can be stored if it calls
-            operators alone.
-        generate_code: edits each action's graph after that: puts in compiled kernels, or marks it
-            to be recorded.
-        rewritten: of a stage like this one, in this process or as loaded (``decode_stage``). No
-            training graph is then captured, cut or transformed. Evaluations are captured as ever,
-            when they are first asked for, and pairs made of these graphs.
+        transform: edits the graph of each action, pair of actions and evaluation.
+        rewritten: the graphs of a stage like this one (``rewrite_stage``, ``decode_stage``). Its
+            actions run as they are: they are neither captured, cut nor transformed. Pairs of
+            actions and evaluations are made at first use, and transformed.
         fake_mode: ``fake_mode`` of another stage of this rank; the graphs of stages that overlap
             need one and the same.
         verify: whether to verify every graph, as captured, as cut and as transformed.
@@ -100,7 +97,6 @@ class GraphPipelineStage:
         device: torch.device | str = "cpu",
         prepare_capture: JointTransform | None = None,
         transform: GraphTransform | None = None,
-        generate_code: GraphTransform | None = None,
         rewritten: RewrittenStage | None = None,
         fake_mode: FakeTensorMode | None = None,
         verify: bool = True,
@@ -138,7 +134,7 @@ class GraphPipelineStage:
             )
         self.graphs = rewritten.graphs
         self.rewritten = rewritten
-        """What code was generated for: what ``encode_stage`` stores."""
+        """The graphs that run, with those they were cut from."""
 
         self._state = state = StageState(capture, module)
         self._reader = MicrobatchReader(capture)
@@ -148,7 +144,6 @@ class GraphPipelineStage:
             module,
             capture_evaluation=lambda: capture_now(fake_mode=self.fake_mode, differentiate=False),
             transform=transform,
-            generate_code=generate_code,
             recordings=self._recordings,
             verify=verify,
         )

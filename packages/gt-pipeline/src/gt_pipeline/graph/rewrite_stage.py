@@ -1,7 +1,4 @@
-"""A stage's graphs as they are before code is generated for them: captured, cut and rewritten.
-
-So far nothing of them belongs to this process, and another can go on from here.
-"""
+"""The graphs of a stage behind passes, with those they were cut from."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from torch import Tensor
 
 from gt_config.node_keys import PipelineAction
 from gt_pipeline.errors import StageCaptureError
-from gt_pipeline.graph.action_graph import ActionGraph
+from gt_pipeline.graph.action_graph import ActionGraph, copied
 from gt_pipeline.graph.activations import example_of, repetitions, signature_of
 from gt_pipeline.graph.executables import GraphTransform, transformed
 from gt_pipeline.graph.stage_capture import StageCapture
@@ -23,13 +20,27 @@ from gt_pipeline.runner.stage_protocol import ActivationSignature
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewrittenStage:
-    """A stage's graphs before code is generated for them: what can be stored, and loaded."""
+    """The graphs of a stage's actions behind passes, which can be stored if they have no code."""
 
     graphs: StageGraphs
     """As cut from the joint graph."""
 
     actions: Mapping[PipelineAction, ActionGraph]
     """After passes, by kind; the graph as it was cut where no pass changed it."""
+
+    @classmethod
+    def of(
+        cls, graphs: StageGraphs, *, changed: Mapping[PipelineAction, ActionGraph] | None = None
+    ) -> RewrittenStage:
+        """Return a stage whose graphs may be edited: none is shared with those that were cut.
+
+        Args:
+            graphs: The graphs as they were cut.
+            changed: Graphs of actions that passes have changed already; the others are copied.
+        """
+        found = changed or {}
+        actions = {each.kind: found.get(each.kind) or copied(each) for each in graphs}
+        return cls(graphs=graphs, actions=actions)
 
 
 def rewrite_stage(

@@ -1,7 +1,6 @@
 """All graphs that a stage runs, ready to run: of actions, of pairs of actions and of evaluations.
 
-Which graphs there are, and what code is generated for them. What a step does with them, and what it
-holds between them, is ``pipeline_stage``'s.
+What a step does with the graphs, and what it holds between them, is ``pipeline_stage``'s.
 """
 
 from __future__ import annotations
@@ -32,12 +31,8 @@ class StageExecutables:
         module: of the stage.
         capture_evaluation: captures the module's forward in its present mode.
         transform: edits the graphs that are not in ``rewritten``: of pairs and evaluations.
-        generate_code: edits each graph after that.
         recordings: of the stage.
         verify: whether to verify every graph.
-
-    Raises:
-        StageGraphError: ``generate_code`` broke a graph.
     """
 
     def __init__(
@@ -47,19 +42,15 @@ class StageExecutables:
         *,
         capture_evaluation: Callable[[], StageCapture],
         transform: GraphTransform | None,
-        generate_code: GraphTransform | None,
         recordings: StageRecordings,
         verify: bool,
     ) -> None:
         self._graphs = rewritten.graphs
         self._fake_mode = rewritten.graphs.capture.traced.fake_mode
         self._transform = transform
-        self._generate_code = generate_code
         self._recordings = recordings
         self._verify = verify
-        actions = {
-            kind: self._edited(each, generate_code) for kind, each in rewritten.actions.items()
-        }
+        actions = dict(rewritten.actions)
         self.marks = [_mark_of(each) for each in actions.values() if not each.is_empty]
         """How each graph of a training step is to be recorded; pairs are not among them."""
 
@@ -136,10 +127,7 @@ class StageExecutables:
         )
 
     def _transformed(self, action: ActionGraph) -> ActionGraph:
-        return self._edited(self._edited(action, self._transform), self._generate_code)
-
-    def _edited(self, action: ActionGraph, transform: GraphTransform | None) -> ActionGraph:
-        return transformed(action, transform, fake_mode=self._fake_mode, verify=self._verify)
+        return transformed(action, self._transform, fake_mode=self._fake_mode, verify=self._verify)
 
 
 def _mark_of(action: ActionGraph) -> WholeRecording | None:

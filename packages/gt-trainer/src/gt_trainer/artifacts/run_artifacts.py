@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +16,6 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from gt_config import CompileConfig, Fingerprint
-from gt_config.graph_kinds import GraphKind
-from gt_passes import GraphPass
 from gt_passes.compilation.compiler_products import collected_products, reuse_products
 from gt_trace.artifacts.folder import ArtifactFolder
 from gt_trace.artifacts.mesh_axes import MeshAxes, meshes_of
@@ -28,7 +26,6 @@ from gt_trainer.artifacts.graph_folder import GraphFolder, at_places
 from gt_trainer.artifacts.rank_exchange import ALONE, RankExchange
 from gt_trainer.artifacts.run_identity import RunSettings, step_identity
 from gt_trainer.artifacts.shared_capture import SharedGraph, capture_alone, share_capture
-from gt_trainer.artifacts.stage_names import StageNames
 from gt_trainer.artifacts.storable_graph import StorableGraph
 from gt_trainer.placement.placed_parts import expert_groups
 
@@ -54,35 +51,15 @@ class RunArtifacts:
     device: torch.device
     """Where the process group communicates."""
 
-    passes_of: Callable[[GraphKind], Sequence[GraphPass]]
-    """The passes of the run on a kind of graph."""
-
-    def obtain(
-        self,
-        graph: StorableGraph[CapturedT],
-        *,
-        passes: Sequence[GraphPass],
-        model: nn.Module,
-        loss_fn: object,
-        arguments: Sequence[Any],
-        is_first: bool,
-        num_microbatches: int = 1,
-        stage: StageNames | None = None,
-    ) -> SharedGraph[CapturedT]:
+    def obtain(self, graph: StorableGraph[CapturedT], *, is_first: bool) -> SharedGraph[CapturedT]:
         """A graph that was stored before, was captured by another rank, or is captured now.
 
         Logs which of these, and on the first rank which ranks share a graph, and why.
 
         Args:
-            graph: how it is captured and stored.
-            passes: as for ``step_identity``; so are those that are not told here.
-            model: see ``passes``.
-            loss_fn: see ``passes``.
-            arguments: see ``passes``.
+            graph: how it is captured and stored, and what it depends on.
             is_first: whether all ranks of the run ask together. Later, ranks with other shapes
                 may ask at other times: each then asks for itself.
-            num_microbatches: see ``passes``.
-            stage: see ``passes``.
 
         Raises:
             Exception: whatever the capture raises.
@@ -91,29 +68,20 @@ class RunArtifacts:
             RankLostError: another rank has ended, or did not answer in time.
         """
         exchange = RankExchange(device=self.device) if is_first else ALONE
-        identity = _or_all_fail(
-            lambda: self.identity(
-                passes=passes,
-                model=model,
-                loss_fn=loss_fn,
-                arguments=arguments,
-                num_microbatches=num_microbatches,
-                stage=stage,
-            ),
-            exchange,
-        )
-        axes = self.axes(model)
-        folder = GraphFolder(self.folder, axes=axes)
+        identity = _or_all_fail(lambda: self.identity(graph), exchange)
+        folder = GraphFolder(self.folder, axes=graph.axes)
         if is_first:
-            shared = share_capture(identity, graph, folder=folder, axes=axes, exchange=exchange)
+            shared = share_capture(
+                identity, graph, folder=folder, axes=graph.axes, exchange=exchange
+            )
         else:
-            shared = capture_alone(identity, graph, folder=folder, axes=axes)
+            shared = capture_alone(identity, graph, folder=folder, axes=graph.axes)
         self._tell(shared)
         return shared
 
     @contextmanager
     def generating_code(
-        self, shared: SharedGraph[Any], *, model: nn.Module, part: str = "model"
+        self, shared: SharedGraph[Any], axes: MeshAxes, *, part: str = "model"
     ) -> Iterator[None]:
         """Inside, code is generated for a graph: from what a compiler made of it before, if stored.
 
@@ -122,11 +90,10 @@ class RunArtifacts:
 
         Args:
             shared: the graph.
-            model: as for ``obtain``.
+            axes: of the graph.
             part: tells what the graph is of, if graphs of other parts of a model equal it but for
                 names.
         """
-        axes = self.axes(model)
         folder = GraphFolder(self.folder, axes=axes)
         at = at_places(shared.identity, shared.rule_axes, axes.coordinates)
         identity = Fingerprint(fields={**at.fields, "part": json.dumps(part)})
@@ -145,26 +112,9 @@ class RunArtifacts:
         if stored is None and products and shared.is_first_of_its_kind:
             folder.write_products(identity, products)
 
-    def identity(
-        self,
-        *,
-        passes: Sequence[GraphPass],
-        model: nn.Module,
-        loss_fn: object,
-        arguments: Sequence[Any],
-        num_microbatches: int = 1,
-        stage: StageNames | None = None,
-    ) -> Fingerprint:
-        """``step_identity`` in this run."""
-        return step_identity(
-            self.settings,
-            model=model,
-            loss_fn=loss_fn,
-            arguments=arguments,
-            passes=passes,
-            num_microbatches=num_microbatches,
-            stage=stage,
-        )
+    def identity(self, graph: StorableGraph[Any]) -> Fingerprint:
+        """``step_identity`` of a graph in this run."""
+        return step_identity(self.settings, **graph.identified_by)
 
     def axes(self, model: nn.Module) -> MeshAxes:
         """Names of this rank's process groups, the same on every rank."""

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from gt_trace.errors import ArtifactError
 
 _NUMBERED = re.compile(r"(?<![A-Za-z0-9])(layers[._])(\d+)(?![A-Za-z0-9])")
@@ -35,11 +37,12 @@ class StageNames:
         """The names of a stage.
 
         Args:
-            part: a torchtitan decoder that holds the modules of the stage.
+            part: holds the modules of the stage; a decoder's layers are in ``layers``.
             stage_index: from 0.
             num_stages: of the pipeline.
         """
-        numbers = sorted(int(name) for name, _ in part.layers.named_children())
+        layers = getattr(part, "layers", nn.ModuleDict())
+        numbers = sorted(int(name) for name, _ in layers.named_children())
         return cls(stage_index=stage_index, num_stages=num_stages, layers=tuple(numbers))
 
     def names_a_layer(self, data: object) -> bool:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from gt_trace.artifacts.container import Container
+from gt_trace.artifacts.mesh_axes import MeshAxes
 
 STEP_SECTION = "step"
 """The document that is compared between ranks."""
@@ -38,6 +39,14 @@ class StorableGraph(Protocol[CapturedT]):
     @property
     def kind(self) -> str:
         """What a container of it says that it holds."""
+
+    @property
+    def axes(self) -> MeshAxes:
+        """Names of this rank's process groups, those of the model's tensors included."""
+
+    @property
+    def identified_by(self) -> Mapping[str, Any]:
+        """What the graph depends on besides the settings of the run: see ``step_identity``."""
 
     def capture(self) -> CapturedT:
         """Capture it, and run the passes that a stored graph has behind it."""

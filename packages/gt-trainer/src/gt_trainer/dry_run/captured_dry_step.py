@@ -24,7 +24,7 @@ from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_microbatches import MicrobatchProgram, microbatches
 from gt_trainer.steps.captured_step import WholeStepProgram, whole_step
 from gt_trainer.steps.program import CaptureReport, capture_program, tracing_options
-from gt_trainer.steps.recipe import recipe_of
+from gt_trainer.steps.recipe import Recipe
 from gt_trainer.trainer import GraphTrainer, input_preparers_of
 
 
@@ -108,8 +108,8 @@ def _capture(
     config: GraphTrainer.Config, step: FakeStep, clock: StartupClock, *, num_microbatches: int
 ) -> CaptureReport[WholeStepProgram] | CaptureReport[MicrobatchProgram]:
     options = config.compile
-    recipe = recipe_of(
-        options,
+    recipe = Recipe(
+        options=options,
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
         debug_folder=Path(config.dump_folder) / "graph_passes" / "dry_run",
         compiler=DescribeOnly(),

@@ -21,16 +21,15 @@ from torchtitan.tools import utils as titan_utils
 from gt_passes import DescribeOnly, SubgraphCompiler
 from gt_pipeline.graph import GraphPipelineStage
 from gt_pipeline.runner import MicrobatchInputs
-from gt_trainer.artifacts.run_artifacts import RunArtifacts
 from gt_trainer.dry_run.equal_stages import equal_stages
 from gt_trainer.dry_run.fake_step import MetaModel, example_inputs
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.pipelines.split_model import captured_plan, captured_stages, placed_stages
 from gt_trainer.placement.planned_loss import LossOfParts, loss_of
-from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_stage import StageCaptureReport
+from gt_trainer.steps.captured_stage import StageProgram
 from gt_trainer.steps.pipelined_step import PipelinedStep
-from gt_trainer.steps.training_step import LossFunction
+from gt_trainer.steps.program import CaptureReport, tracing_options
+from gt_trainer.steps.program_step import CaptureSetup
 from gt_trainer.trainer import GraphTrainer, input_preparers_of
 
 
@@ -45,8 +44,7 @@ class FakePipeline:
     parallel_dims: ParallelDims
     num_parameters: int
     flops_per_token: int
-    clock: StartupClock
-    reports: tuple[StageCaptureReport, ...]
+    reports: tuple[CaptureReport[StageProgram], ...]
     """Of each capture."""
 
     @property
@@ -63,18 +61,8 @@ class PlacedStages:
     """By stage index, on meta."""
 
     step: PipelinedStep
-    loss_fn: LossFunction
     microbatch: MicrobatchInputs
     """Of zeros, as a run would give it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapturedStages:
-    """Some stages of a pipeline, captured in the order of their indices."""
-
-    stages: Mapping[int, GraphPipelineStage]
-    clock: StartupClock
-    reports: tuple[StageCaptureReport, ...]
 
 
 def planned_pipeline(config: GraphTrainer.Config) -> PipelinePlan:
@@ -109,53 +97,27 @@ def capture_divided(
     """
     model_config = _decoder_config(config)
     like = equal_stages(plan.names_per_stage, model_config.layers)
-    captured = capture_stages(
-        config, built, plan, sorted(set(like)), publishes_plans=publishes_plans
-    )
-    return FakePipeline(
-        plan=plan,
-        stages=tuple(captured.stages[index] for index in like),
-        parallel_dims=built.parallel_dims,
-        num_parameters=built.num_parameters,
-        flops_per_token=built.flops_per_token,
-        clock=captured.clock,
-        reports=captured.reports,
-    )
-
-
-def capture_stages(
-    config: GraphTrainer.Config,
-    built: MetaModel,
-    plan: PipelinePlan,
-    indices: Sequence[int],
-    *,
-    artifacts: RunArtifacts | None = None,
-    publishes_plans: bool = True,
-) -> CapturedStages:
-    """Cut, place and capture some stages of a model; within ``fake_ranks``.
-
-    Args:
-        config: as for ``capture_divided``.
-        built: see ``config``.
-        plan: see ``config``.
-        indices: of the stages, ascending.
-        artifacts: as for ``PipelinedStep.attach``.
-        publishes_plans: see ``config``.
-
-    Raises:
-        Exception: whatever placing or capturing raises, as in a real run.
-    """
     placed = place_fake_stages(
-        config, built, plan, indices, compiler=DescribeOnly(), publishes_plans=publishes_plans
+        config,
+        built,
+        plan,
+        sorted(set(like)),
+        compiler=DescribeOnly(),
+        publishes_plans=publishes_plans,
     )
-    clock = StartupClock()
-    placed.step.attach(run=_never, clock=clock, on_capture=lambda report: None, artifacts=artifacts)
     captured: dict[int, GraphPipelineStage] = {}
     fake_mode = None
     for index, part in placed.parts.items():
         captured[index] = placed.step.capture(index, part, placed.microbatch, fake_mode)
         fake_mode = captured[index].fake_mode
-    return CapturedStages(stages=captured, clock=clock, reports=placed.step.reports)
+    return FakePipeline(
+        plan=plan,
+        stages=tuple(captured[index] for index in like),
+        parallel_dims=built.parallel_dims,
+        num_parameters=built.num_parameters,
+        flops_per_token=built.flops_per_token,
+        reports=placed.step.reports,
+    )
 
 
 def place_fake_stages(
@@ -170,10 +132,10 @@ def place_fake_stages(
     """Cut and place some stages of a model, to be captured; within ``fake_ranks``.
 
     Args:
-        config: as for ``capture_stages``.
+        config: as for ``capture_divided``.
         built: see ``config``.
         plan: see ``config``.
-        indices: see ``config``.
+        indices: of the stages, ascending.
         compiler: of passes that compile; None for that of a run.
         publishes_plans: see ``config``.
 
@@ -215,7 +177,8 @@ def place_fake_stages(
         dump_folder=config.dump_folder,
         compiler=compiler,
     )
-    step.input_preparers = input_preparers_of(config)
+    tracing = tracing_options(config.compile, input_preparers=input_preparers_of(config))
+    step.attach(run=_never, setup=CaptureSetup(tracing=tracing))
     # A part makes masks as a run's trainer lets it, of placed stages for a part of a batch.
     tokens, labels, token_count, extra = example_inputs(
         config,
@@ -228,7 +191,6 @@ def place_fake_stages(
     return PlacedStages(
         parts=parts,
         step=step,
-        loss_fn=loss_fn,
         microbatch=MicrobatchInputs(
             args=(tokens,),
             kwargs=extra,

@@ -36,8 +36,8 @@ from gt_trainer.pipelines.tied_weight import TiedSchedule, tied_copies, tied_gro
 from gt_trainer.placement.parallelize import parallelize
 from gt_trainer.steps.layer_summary import layer_summary
 from gt_trainer.steps.pipelined_step import PipelinedStep
+from gt_trainer.steps.recipe import Recipe
 from gt_trainer.steps.second_groups import create_second_groups
-from gt_trainer.steps.stage_recipe import StagePasses
 from gt_trainer.steps.training_step import LossFunction
 
 
@@ -255,14 +255,11 @@ def captured_stages(
             )
         ),
         pipeline_group=parallel_dims.get_mesh("pp").get_group(),
-        new_passes=_new_passes(compile_config, plan, Path(dump_folder), compiler),
+        recipe_of=_recipes(compile_config, plan, Path(dump_folder), compiler),
         device=torch.device("cpu") if device.type == "cpu" else device,  # tensors have no index
+        num_live_microbatches=plan.live_microbatches,
         max_unsharded_bytes=gathered_bytes_limit(compile_config),
         shared_groups=tied_groups(model_config),
-        ep_overlap=compile_config.ep_overlap,
-        verify=compile_config.verify_passes,
-        capture_layers=compile_config.capture_layers,
-        on_shape_change=compile_config.on_shape_change,
     )
 
 
@@ -309,31 +306,31 @@ def _eager_schedule(
     )
 
 
-def _new_passes(
+def _recipes(
     options: TrainerCompileConfig,
     plan: PipelinePlan,
     dump_folder: Path,
     compiler: SubgraphCompiler | None,
-) -> Callable[[int], StagePasses]:
+) -> Callable[[int], Recipe]:
     live = peak_live(plan.schedule)
     folder = dump_folder / "graph_passes" / f"rank_{dist.get_rank()}"
     is_recorded = compiler is None and dist.get_rank() == 0
 
-    def new_passes(stage_index: int) -> StagePasses:
+    def recipe_of(stage_index: int) -> Recipe:
         mine = options
         if options.offload_host_gib is not None:
             # The rank's, for all that is kept at once; passes see one microbatch of one stage.
             num_live = live[plan.schedule.stage_to_rank[stage_index]]
             mine = replace(options, offload_host_gib=options.offload_host_gib / num_live)
-        return StagePasses(
-            mine,
+        return Recipe(
+            options=mine,
             debug_folder=folder / f"stage_{stage_index}",
             compiler=compiler,
-            num_live_microbatches=plan.live_microbatches,
             summarize=layer_summary if is_recorded else None,
+            has_folder_per_kind=True,
         )
 
-    return new_passes
+    return recipe_of
 
 
 def _activation(

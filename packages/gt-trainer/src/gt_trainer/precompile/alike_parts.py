@@ -21,7 +21,7 @@ from gt_trainer.artifacts.alike_ranks import AlikeRanks, Coordinates, spans
 from gt_trainer.artifacts.shared_capture import PIPELINE_AXIS
 from gt_trainer.dry_run.fake_pipeline import place_fake_stages, planned_pipeline
 from gt_trainer.dry_run.fake_step import fake_ranks, fake_step, meta_model
-from gt_trainer.precompile.rank_capture import artifacts_of
+from gt_trainer.precompile.rank_capture import artifacts_of, stored_stage
 from gt_trainer.trainer import GraphTrainer
 
 
@@ -79,10 +79,9 @@ def _alike_stages(config: GraphTrainer.Config, world_size: int) -> tuple[AlikePa
         stages: dict[tuple[str, object], dict[int, int]] = {}
         artifacts = artifacts_of(config, built.parallel_dims, list(placed.parts.values()))
         for index, part in placed.parts.items():
-            axes = artifacts.axes(part)
+            graph = stored_stage(placed, index, artifacts)
+            axes, identity = graph.axes, artifacts.identity(graph).digest
             places = _places(axes, world_size)
-            asked = placed.step.to_store(index, part, placed.microbatch, artifacts)
-            identity = artifacts.identity(**asked.identified_by).digest
             for rank, shapes in _shapes(part, axes, places).items():
                 if index in plan.schedule.stages_of_rank(places[rank][PIPELINE_AXIS]):
                     found.setdefault((identity, shapes), {})[rank] = places[rank]

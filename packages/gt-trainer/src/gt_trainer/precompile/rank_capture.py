@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,8 +15,12 @@ from torchtitan.tools import utils as titan_utils
 from gt_config import Fingerprint
 from gt_trainer.artifacts.run_artifacts import RunArtifacts, artifact_folder
 from gt_trainer.artifacts.run_identity import Machine, RunSettings, topology_of_run
-from gt_trainer.artifacts.storable_graph import StorableGraph, StoredGraph
-from gt_trainer.dry_run.fake_pipeline import place_fake_stages, planned_pipeline
+from gt_trainer.artifacts.storable_graph import StoredGraph
+from gt_trainer.dry_run.fake_pipeline import (
+    PlacedStages,
+    place_fake_stages,
+    planned_pipeline,
+)
 from gt_trainer.dry_run.fake_step import FakeStep, fake_ranks, fake_step, meta_model
 from gt_trainer.placement.planned_loss import loss_of
 from gt_trainer.startup import StartupClock
@@ -25,11 +28,9 @@ from gt_trainer.steps.captured_joint import joint_program
 from gt_trainer.steps.captured_microbatches import microbatches
 from gt_trainer.steps.captured_step import whole_step
 from gt_trainer.steps.program import ProgramToCapture, StoredProgram, tracing_options
-from gt_trainer.steps.recipe import passes_of, recipe_of
+from gt_trainer.steps.recipe import Recipe
 from gt_trainer.steps.second_groups import create_second_groups
 from gt_trainer.trainer import GraphTrainer, input_preparers_of
-
-CapturedT = TypeVar("CapturedT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +58,28 @@ def capture_as_rank(
         ArtifactError: what was captured holds something that cannot be stored.
         Exception: whatever placing or capturing raises, as in a real run.
     """
-    if stage is not None:
-        return _capture_stage(config, world_size, rank, stage)
-    with fake_step(config, world_size, rank=rank) as step:
-        return _capture_program(config, step)
+    if stage is None:
+        with fake_step(config, world_size, rank=rank) as step:
+            artifacts = artifacts_of(config, step.parallel_dims, [step.model])
+            return _captured(artifacts, _whole_program(config, step, artifacts))
+    with fake_ranks(world_size, rank=rank):
+        built = meta_model(config, world_size)
+        plan = planned_pipeline(config)
+        # Plans are those of a file by now, and of this stage alone.
+        placed = place_fake_stages(config, built, plan, [stage], publishes_plans=False)
+        artifacts = artifacts_of(config, built.parallel_dims, list(placed.parts.values()))
+        return _captured(artifacts, stored_stage(placed, stage, artifacts))
+
+
+def stored_stage(placed: PlacedStages, index: int, artifacts: RunArtifacts) -> StoredProgram[Any]:
+    """Return a placed stage as a run would store it."""
+    part = placed.parts[index]
+    return StoredProgram(
+        asked=placed.step.program(index, part, placed.microbatch),
+        recipe=placed.step.recipe_of(index),
+        axes=artifacts.axes(part),
+        clock=StartupClock(),
+    )
 
 
 def artifacts_of(
@@ -95,17 +114,13 @@ def artifacts_of(
         parallel_dims=parallel_dims,
         second_groups=create_second_groups(config.compile, parallel_dims, parts),
         device=torch.device("cpu"),
-        passes_of=partial(
-            passes_of,
-            config.compile,
-            reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
-        ),
     )
 
 
-def _capture_program(config: GraphTrainer.Config, step: FakeStep) -> RankCapture:
+def _whole_program(
+    config: GraphTrainer.Config, step: FakeStep, artifacts: RunArtifacts
+) -> StoredProgram[Any]:
     options = config.compile
-    artifacts = artifacts_of(config, step.parallel_dims, [step.model])
     tracing = tracing_options(
         options, input_preparers=input_preparers_of(config), meta_device=step.meta_device
     )
@@ -123,38 +138,19 @@ def _capture_program(config: GraphTrainer.Config, step: FakeStep) -> RankCapture
         )
     else:
         asked = whole_step(step.model, step.loss_fn, *step.inputs, options=tracing)
-    recipe = recipe_of(options, reshard_after_forward=config.parallelism.fsdp_reshard_after_forward)
-    axes = artifacts.axes(step.model)
-    graph: StoredProgram[Any] = StoredProgram(
-        asked=asked, recipe=recipe, axes=axes, clock=StartupClock()
+    return StoredProgram(
+        asked=asked,
+        recipe=Recipe(
+            options=options,
+            reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+        ),
+        axes=artifacts.axes(step.model),
+        clock=StartupClock(),
     )
-    identity = artifacts.identity(
-        passes=[each for kind in asked.program.graph_kinds for each in artifacts.passes_of(kind)],
-        model=step.model,
-        **asked.identified_by,
-    )
-    return _captured(identity, graph, axes.coordinates)
 
 
-def _capture_stage(
-    config: GraphTrainer.Config, world_size: int, rank: int, stage: int
-) -> RankCapture:
-    with fake_ranks(world_size, rank=rank):
-        built = meta_model(config, world_size)
-        plan = planned_pipeline(config)
-        # Plans are those of a file by now, and of this stage alone.
-        placed = place_fake_stages(config, built, plan, [stage], publishes_plans=False)
-        part = placed.parts[stage]
-        artifacts = artifacts_of(config, built.parallel_dims, [part])
-        asked = placed.step.to_store(stage, part, placed.microbatch, artifacts)
-        identity = artifacts.identity(**asked.identified_by)
-        return _captured(identity, asked.graph, artifacts.axes(part).coordinates)
-
-
-def _captured(
-    identity: Fingerprint, graph: StorableGraph[CapturedT], coordinates: Mapping[str, int]
-) -> RankCapture:
-    """Capture a graph, whose identity was taken before that."""
+def _captured(artifacts: RunArtifacts, graph: StoredProgram[Any]) -> RankCapture:
+    identity = artifacts.identity(graph)  # taken before the capture, as in a run
     stored = graph.encode(graph.capture())
     return RankCapture(
         identity=identity,
@@ -164,5 +160,5 @@ def _captured(
             documents=dict(stored.documents),
             blobs=dict(stored.blobs),
         ),
-        coordinates=dict(coordinates),
+        coordinates=dict(graph.axes.coordinates),
     )

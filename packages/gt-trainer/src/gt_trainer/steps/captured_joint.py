@@ -7,23 +7,28 @@ it piece by piece (``decoder/chunked_loss.py``). Both, and ``loss.backward()``, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, Unpack
 
 from torch import nn
 
 from gt_config.graph_kinds import GraphKind
-from gt_passes import PassContext, PassManagerReport
-from gt_trace.artifacts.encoded_document import EncodedDocument
+from gt_passes import PassContext
+from gt_trace.artifacts.encoded_document import DecodingOptions, EncodedDocument
 from gt_trace.artifacts.joint_document import decode_joint, encode_joint
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.capture.bound_inputs import BoundInputs
 from gt_trace.joint import ForwardBackward, export_joint_graph, partition
-from gt_trace.joint.bound_joint import BoundJoint
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.steps.prepared_inputs import for_model_calls
-from gt_trainer.steps.program import ProgramGraph, ProgramToCapture, TracingOptions
+from gt_trainer.steps.program import (
+    CaptureReport,
+    ProgramGraph,
+    ProgramToCapture,
+    RunPasses,
+    TracingOptions,
+)
 from gt_trainer.steps.training_step import num_operators
 
 
@@ -33,6 +38,7 @@ class JointProgram:
 
     kind: ClassVar[str] = "joint graph"
     graph_kinds: ClassVar[tuple[GraphKind, ...]] = ("JOINT_FORWARD", "JOINT_BACKWARD")
+    kinds_before_cut: ClassVar[tuple[GraphKind, ...]] = ()
     decoding_verifies: ClassVar[bool] = False
 
     parts: ForwardBackward
@@ -53,20 +59,16 @@ class JointProgram:
         """See ``Program``."""
         return num_operators(self.parts.joint.graph_module)
 
-    def text(self, passes: Sequence[PassManagerReport]) -> str:
+    def text(self, report: CaptureReport[Any]) -> str:
         """See ``Program``."""
         forward, backward = map(num_operators, (self.parts.forward, self.parts.backward))
         return (
-            f"model: {forward:,} operators forward and {backward:,} backward after "
-            f"{len(passes[0].records)} and {len(passes[1].records)} passes"
+            f"the model: {forward:,} operators forward and {backward:,} backward after "
+            f"{len(report.passes[0].records)} and {len(report.passes[1].records)} passes"
         )
 
     def memory_text(self) -> None:
         """See ``Program``."""
-
-    def bind(self, model: nn.Module) -> BoundJoint:
-        """See ``Program``."""
-        return self.parts.bind(model)
 
     def check_fits(self, model: nn.Module) -> None:
         """See ``Program``."""
@@ -77,9 +79,9 @@ class JointProgram:
         return encode_joint(self.parts, axes)
 
     @classmethod
-    def decode(cls, document: Any, axes: MeshAxes, *, blob: Callable[[str], bytes]) -> Self:
+    def decode(cls, document: Any, axes: MeshAxes, **options: Unpack[DecodingOptions]) -> Self:
         """See ``Program``."""
-        return cls(parts=decode_joint(document, axes, blob=blob))
+        return cls(parts=decode_joint(document, axes, **options))
 
 
 def joint_program(
@@ -99,7 +101,7 @@ def joint_program(
     """
     options = options or TracingOptions()
 
-    def trace() -> tuple[JointProgram, None]:
+    def trace(_: RunPasses) -> tuple[JointProgram, None]:
         with annotate_expert_regions(model):
             joint = export_joint_graph(
                 model,

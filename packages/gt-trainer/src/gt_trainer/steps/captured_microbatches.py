@@ -7,27 +7,31 @@ first microbatch, which gathers, of those between, and of the last, which reduce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, Unpack
 
 from torch import nn
 
 from gt_config.graph_kinds import GraphKind
-from gt_passes import PassContext, PassManagerReport, estimate_memory, residency_table
+from gt_passes import PassContext, estimate_memory, residency_table
 from gt_pipeline.graph import (
-    AccumulatedStep,
     AccumulationGraphs,
     cut_accumulation,
     decode_accumulation,
     encode_accumulation,
 )
-from gt_trace.artifacts.encoded_document import EncodedDocument
+from gt_trace.artifacts.encoded_document import DecodingOptions, EncodedDocument
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.capture.bound_inputs import BoundInputs
 from gt_trainer.steps.captured_step import trace_training_step
 from gt_trainer.steps.layer_tracer import CaptureLayersReport
-from gt_trainer.steps.program import ProgramGraph, ProgramToCapture, TracingOptions
+from gt_trainer.steps.program import (
+    CaptureReport,
+    ProgramGraph,
+    ProgramToCapture,
+    RunPasses,
+    TracingOptions,
+)
 from gt_trainer.steps.training_step import LossFunction, num_operators
 
 
@@ -37,6 +41,7 @@ class MicrobatchProgram:
 
     kind: ClassVar[str] = "microbatches of a training step"
     graph_kinds: ClassVar[tuple[GraphKind, ...]] = ("MICROBATCH",)
+    kinds_before_cut: ClassVar[tuple[GraphKind, ...]] = ()
     decoding_verifies: ClassVar[bool] = True
 
     cut: AccumulationGraphs
@@ -61,14 +66,14 @@ class MicrobatchProgram:
         """See ``Program``."""
         return num_operators(self.cut.traced.graph_module)
 
-    def text(self, passes: Sequence[PassManagerReport]) -> str:
+    def text(self, report: CaptureReport[Any]) -> str:
         """See ``Program``."""
         counts = ", ".join(
             f"{each.role} {num_operators(each.graph_module):,}" for each in self.cut.graphs
         )
         return (
-            f"microbatches of a training step, {self.cut.num_microbatches} of them; operators "
-            f"after {len(passes[0].records)} passes: {counts}"
+            f"the microbatches of a training step, {self.cut.num_microbatches} of them; operators "
+            f"after {len(report.passes[0].records)} passes: {counts}"
         )
 
     def memory_text(self) -> str:
@@ -83,10 +88,6 @@ class MicrobatchProgram:
         table = residency_table(last.graph_module)
         return f"Kept for the backward:\n{table}\nEstimated memory:\n{memory}"
 
-    def bind(self, model: nn.Module) -> AccumulatedStep:
-        """See ``Program``."""
-        return AccumulatedStep(self.cut, model)
-
     def check_fits(self, model: nn.Module) -> None:
         """See ``Program``."""
         BoundInputs(self.cut.traced, model)
@@ -96,9 +97,9 @@ class MicrobatchProgram:
         return encode_accumulation(self.cut, axes)
 
     @classmethod
-    def decode(cls, document: Any, axes: MeshAxes, *, blob: Callable[[str], bytes]) -> Self:
+    def decode(cls, document: Any, axes: MeshAxes, **options: Unpack[DecodingOptions]) -> Self:
         """See ``Program``."""
-        return cls(cut=decode_accumulation(document, axes, blob=blob))
+        return cls(cut=decode_accumulation(document, axes, **options))
 
 
 def microbatches(
@@ -119,7 +120,7 @@ def microbatches(
     """
     options = options or TracingOptions()
 
-    def trace() -> tuple[MicrobatchProgram, CaptureLayersReport | None]:
+    def trace(_: RunPasses) -> tuple[MicrobatchProgram, CaptureLayersReport | None]:
         traced, stamping = trace_training_step(model, loss_fn, *args, options=options)
         cut = cut_accumulation(
             traced, num_results=1, num_microbatches=num_microbatches, verify=options.verify

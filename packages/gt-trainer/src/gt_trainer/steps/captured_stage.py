@@ -1,152 +1,176 @@
-"""The capture of a pipeline stage: made here, or stored and loaded."""
+"""A pipeline stage as graphs, one for each action of a schedule.
+
+Passes that need forward and backward together run on the stage's joint graph, before it is cut
+(``gt_pipeline.graph.cut_stage``): chunks, their order, and recomputation. The others run on the
+graphs of actions, as passes declare it: buckets in those that gather parameters and reduce
+gradients, compilation in those that compute. A schedule puts the actions in order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, ClassVar, Self, Unpack
 
 from torch import nn
-from torch.fx import GraphModule
 
-from gt_config.graph_kinds import GraphKind
-from gt_passes import PassManagerReport, pass_report_as_data, pass_report_from_data
-from gt_pipeline.graph import RewrittenStage, decode_stage, encode_stage
-from gt_pipeline.graph.action_graph import ActionGraph
+from gt_config.graph_kinds import PIPELINE_ACTIONS, GraphKind
+from gt_passes import PassContext
+from gt_passes.ep_overlap import settle_chunk_annotations
+from gt_pipeline.graph import (
+    RewrittenStage,
+    capture_stage,
+    cut_stage,
+    decode_stage,
+    encode_stage,
+)
 from gt_pipeline.graph.stage_inputs import StageState
-from gt_trace.artifacts.container import Container
+from gt_trace.artifacts.encoded_document import DecodingOptions, EncodedDocument
 from gt_trace.artifacts.mesh_axes import MeshAxes
-from gt_trace.errors import ArtifactError
 from gt_trainer.artifacts.stage_names import StageNames
-from gt_trainer.artifacts.storable_graph import STEP_SECTION, StoredGraph
-from gt_trainer.startup import StartupClock
-from gt_trainer.steps.layer_tracer import CaptureLayersReport
-from gt_trainer.steps.training_step import num_operators
-
-_PASSES = "passes"
+from gt_trainer.decoder.eager_chunks import chunked_for_capture
+from gt_trainer.decoder.expert_regions import annotate_expert_regions
+from gt_trainer.steps.layer_tracer import CaptureLayersReport, layer_tracer
+from gt_trainer.steps.program import (
+    CaptureReport,
+    ProgramGraph,
+    ProgramToCapture,
+    RunPasses,
+    TracingOptions,
+)
+from gt_trainer.steps.training_step import LossFunction, num_operators
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageCaptureReport:
-    """What the capture of a stage produced, for the log."""
+class StageProgram:
+    """The graphs of a stage's actions; see ``Program``."""
 
-    num_stages: int
-    """Of the whole pipeline."""
+    kind: ClassVar[str] = "pipeline stage"
+    graph_kinds: ClassVar[tuple[GraphKind, ...]] = ("STAGE", *PIPELINE_ACTIONS)
+    kinds_before_cut: ClassVar[tuple[GraphKind, ...]] = ("STAGE",)
+    decoding_verifies: ClassVar[bool] = True
 
-    actions: tuple[ActionGraph, ...]
-    """Of the stage, after passes."""
-
-    passes: tuple[PassManagerReport, ...]
-    """What they did on the joint graph, and on those of the actions."""
-
-    stamping: CaptureLayersReport | None = None
-    """How the joint graph's layers were stamped, or why not; None if that was not asked for, or not
-    done here."""
-
-    is_loaded: bool = False
-    """Whether the graphs were captured by another rank or run, and stored."""
+    rewritten: RewrittenStage
 
     @property
-    def graph_modules(self) -> tuple[GraphModule, ...]:
-        """The graphs of the stage's actions, after passes."""
-        return tuple(action.graph_module for action in self.actions)
+    def graphs(self) -> tuple[ProgramGraph, ...]:
+        """See ``Program``; those that compute something."""
+        fake_mode = self.rewritten.graphs.capture.traced.fake_mode
+        return tuple(
+            ProgramGraph(
+                graph_module=self.rewritten.actions[cut.kind].graph_module,
+                kind=cut.kind,
+                context=PassContext(
+                    fake_mode=fake_mode,
+                    static_input_names=tuple(slot.name for slot in cut.static_inputs),
+                ),
+            )
+            for cut in self.rewritten.graphs
+            if not cut.is_empty
+        )
 
-    def memory_text(self) -> None:
-        """A stage keeps what its schedule asks for, which no graph of one action shows."""
+    @property
+    def num_nodes_captured(self) -> int:
+        """See ``Program``."""
+        return num_operators(self.rewritten.graphs.capture.traced.graph_module)
 
-    def __str__(self) -> str:
-        """One line: the stage, and the operators of its actions."""
-        counts = ", ".join(f"{a.kind} {num_operators(a.graph_module):,}" for a in self.actions)
-        verb = "Loaded" if self.is_loaded else "Captured"
-        stamping = f" ({self.stamping})" if self.stamping and self.stamping.stamped else ""
+    def text(self, report: CaptureReport[Any]) -> str:
+        """See ``Program``."""
+        actions, stamping = self.rewritten.actions.values(), report.stamping
+        counts = ", ".join(f"{a.kind} {num_operators(a.graph_module):,}" for a in actions)
+        capture = self.rewritten.graphs.capture
+        how = f" ({stamping})" if stamping and stamping.stamped else ""
         return (
-            f"{verb} stage {self.actions[0].stage_index} of {self.num_stages}{stamping}; "
+            f"stage {capture.stage_index} of {capture.num_stages}{how}; "
             f"operators of its actions after passes: {counts}"
         )
 
+    def memory_text(self) -> None:
+        """See ``Program``; what a stage keeps depends on its schedule."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapturedStage:
-    """A stage behind the passes that rewrite it, and before those that generate code."""
+    def check_fits(self, model: nn.Module) -> None:
+        """See ``Program``."""
+        StageState(self.rewritten.graphs.capture, model)
 
-    rewritten: RewrittenStage
-    passes: tuple[tuple[GraphKind, PassManagerReport], ...]
-    """What they did, by kind of graph."""
+    def encode(self, axes: MeshAxes) -> EncodedDocument:
+        """See ``Program``."""
+        return encode_stage(self.rewritten, axes)
 
-    stamping: CaptureLayersReport | None = None
-    """How layers were stamped, or why not; None if that was not asked for, or not done here."""
+    @classmethod
+    def decode(cls, document: Any, axes: MeshAxes, **options: Unpack[DecodingOptions]) -> Self:
+        """See ``Program``."""
+        return cls(rewritten=decode_stage(document, axes, **options))
 
-    is_loaded: bool = False
-    """Whether it was captured by another rank or run, and stored."""
 
+def stage_program(
+    part: nn.Module,
+    captured_with: Mapping[str, Any],
+    *,
+    loss_fn: LossFunction,
+    num_microbatches: int,
+    num_live_microbatches: int,
+    options: TracingOptions,
+    fake_mode: Any = None,
+) -> ProgramToCapture[StageProgram]:
+    """Return a pipeline stage as a program to capture.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredStage:
-    """The graphs of a stage, stored as alike stages have them; see ``StorableGraph``."""
-
-    trace: Callable[[], CapturedStage]
-    model: nn.Module
-    """The part of the model that is the stage."""
-
-    names: StageNames
-    axes: MeshAxes
-    clock: StartupClock
-    fake_mode: Any
-    """Of the other stages of this rank, whose graphs may overlap with this one's; None: a new one.
+    Args:
+        part: The part of the model that is the stage, parallelized and in training mode; may be on
+            meta.
+        captured_with: Arguments of ``capture_stage``, with ``inputs`` as every rank is given them.
+        loss_fn: torchtitan's loss, which the last stage has inside.
+        num_microbatches: Number in one run of the schedule.
+        num_live_microbatches: Number that hold at once what their forwards saved.
+        options: As for the other programs.
+        fake_mode: The fake mode of the stages of this rank that were captured before.
     """
 
-    kind = "pipeline stage"
-
-    def capture(self) -> CapturedStage:
-        """See ``StorableGraph``."""
-        return self.trace()
-
-    def encode(self, captured: CapturedStage) -> StoredGraph:
-        """See ``StorableGraph``."""
-        encoded = encode_stage(captured.rewritten, self.axes)
-        reports = [[kind, pass_report_as_data(report)] for kind, report in captured.passes]
-        return StoredGraph(
-            step=self.names.without(encoded.document),
-            documents={_PASSES: reports},
-            blobs=encoded.blobs,
-        )
-
-    def decode(self, container: Container) -> CapturedStage:
-        """See ``StorableGraph``."""
-        with self.clock.part("load"):
-            rewritten = decode_stage(
-                self.names.restored(container.document(STEP_SECTION)),
-                self.axes,
-                blob=container.blob,
-                fake_mode=self.fake_mode,
+    def trace(run_passes: RunPasses) -> tuple[StageProgram, CaptureLayersReport | None]:
+        stamped: list[CaptureLayersReport] = []
+        with (
+            annotate_expert_regions(part),
+            chunked_for_capture(part, options.ep_overlap, is_stage=True) as chunked,
+        ):
+            capture = capture_stage(
+                part,
+                trace=layer_tracer(options.capture_layers, stamped.append),
+                fake_mode=fake_mode,
+                verify=options.verify,
+                **captured_with,
             )
-            StageState(rewritten.graphs.capture, self.model)
-            return CapturedStage(
-                rewritten=rewritten,
-                passes=_reports(container.document(_PASSES)),
-                is_loaded=True,
+            traced = capture.traced
+            roots = chunked.roots if chunked is not None else ()
+            settle_chunk_annotations(traced.graph_module, roots=roots)
+            static_inputs = traced.inputs[: traced.num_static_inputs]
+            context = PassContext(
+                fake_mode=traced.fake_mode,
+                static_input_names=tuple(each.name for each in static_inputs),
+                num_live_microbatches=num_live_microbatches,
             )
+            run_passes(
+                ProgramGraph(graph_module=traced.graph_module, kind="STAGE", context=context)
+            )
+            rewritten = RewrittenStage.of(cut_stage(capture, verify=options.verify))
+        # The forward was traced before, and is stamped last with the backward.
+        return StageProgram(rewritten=rewritten), stamped[-1] if stamped else None
 
-    def verified(self, captured: CapturedStage) -> CapturedStage:
-        """See ``StorableGraph``: ``decode`` verifies, since what is cut follows from the whole."""
-        return captured
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageToStore:
-    """A stage whose graph can be stored, and what the graph depends on."""
-
-    graph: StoredStage
-    identified_by: Mapping[str, Any]
-    """Arguments of ``RunArtifacts.identity``."""
-
-
-def _reports(document: Any) -> tuple[tuple[GraphKind, PassManagerReport], ...]:
-    if not isinstance(document, list) or not all(
-        isinstance(each, list) and len(each) == 2 and each[0] in _KINDS for each in document
-    ):
-        raise ArtifactError("reports of a stage's passes are pairs of a kind of graph and a report")
-    return tuple((kind, pass_report_from_data(data)) for kind, data in document)
-
-
-_KINDS = frozenset(get_args(GraphKind))
+    index, num_stages = captured_with["stage_index"], captured_with["num_stages"]
+    microbatch, is_last = captured_with["inputs"], captured_with["loss_fn"] is not None
+    facts = {"num_stages": num_stages, "num_live_microbatches": num_live_microbatches}
+    taken = (  # by this stage, of what the rank is given for any of its stages
+        microbatch.args if index == 0 else (),
+        dict(microbatch.kwargs),
+        microbatch.target if is_last else None,
+    )
+    return ProgramToCapture(
+        program=StageProgram,
+        trace=trace,
+        model=part,
+        identified_by={
+            "loss_fn": loss_fn if is_last else None,
+            "arguments": (facts, captured_with["activations"], *taken),
+            "num_microbatches": num_microbatches,
+        },
+        stage=StageNames.of(part, stage_index=index, num_stages=num_stages),
+        fake_mode=fake_mode,
+    )

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, Unpack
 
 import torch
 from torch import nn
 
 from gt_config.graph_kinds import GraphKind
-from gt_passes import PassContext, PassManagerReport, estimate_memory, residency_table
+from gt_passes import PassContext, estimate_memory, residency_table
 from gt_passes.ep_overlap import settle_chunk_annotations
-from gt_trace import BoundStep, TracedStep, phase
-from gt_trace.artifacts.encoded_document import EncodedDocument
+from gt_trace import TracedStep, phase
+from gt_trace.artifacts.encoded_document import DecodingOptions, EncodedDocument
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.artifacts.step_document import decode_step, encode_step
 from gt_trainer.decoder.eager_chunks import chunked_for_capture
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.steps.layer_tracer import CaptureLayersReport, layer_tracer
-from gt_trainer.steps.program import ProgramGraph, ProgramToCapture, TracingOptions
+from gt_trainer.steps.program import (
+    CaptureReport,
+    ProgramGraph,
+    ProgramToCapture,
+    RunPasses,
+    TracingOptions,
+)
 from gt_trainer.steps.training_step import (
     LossFunction,
     loss_of_batch,
@@ -34,6 +40,7 @@ class WholeStepProgram:
 
     kind: ClassVar[str] = "training step"
     graph_kinds: ClassVar[tuple[GraphKind, ...]] = ("STEP",)
+    kinds_before_cut: ClassVar[tuple[GraphKind, ...]] = ()
     decoding_verifies: ClassVar[bool] = False
 
     traced: TracedStep
@@ -49,10 +56,10 @@ class WholeStepProgram:
         """See ``Program``."""
         return num_operators(self.traced.graph_module)
 
-    def text(self, passes: Sequence[PassManagerReport]) -> str:
+    def text(self, report: CaptureReport[Any]) -> str:
         """See ``Program``."""
-        num_nodes = num_operators(self.traced.graph_module)
-        return f"training step: {num_nodes:,} operators after {len(passes[0].records)} passes"
+        num_nodes, num_passes = self.num_nodes_captured, len(report.passes[0].records)
+        return f"the training step: {num_nodes:,} operators after {num_passes} passes"
 
     def memory_text(self) -> str:
         """See ``Program``."""
@@ -61,10 +68,6 @@ class WholeStepProgram:
         return (
             f"Kept for the backward:\n{residency_table(graph_module)}\nEstimated memory:\n{memory}"
         )
-
-    def bind(self, model: nn.Module) -> BoundStep:
-        """See ``Program``."""
-        return self.traced.bind(model)
 
     def check_fits(self, model: nn.Module) -> None:
         """See ``Program``."""
@@ -75,9 +78,9 @@ class WholeStepProgram:
         return encode_step(self.traced, axes)
 
     @classmethod
-    def decode(cls, document: Any, axes: MeshAxes, *, blob: Callable[[str], bytes]) -> Self:
+    def decode(cls, document: Any, axes: MeshAxes, **options: Unpack[DecodingOptions]) -> Self:
         """See ``Program``."""
-        return cls(traced=decode_step(document, axes, blob=blob))
+        return cls(traced=decode_step(document, axes, **options))
 
 
 def whole_step(
@@ -92,7 +95,7 @@ def whole_step(
         options: None for the defaults.
     """
 
-    def trace() -> tuple[WholeStepProgram, CaptureLayersReport | None]:
+    def trace(_: RunPasses) -> tuple[WholeStepProgram, CaptureLayersReport | None]:
         traced, stamping = trace_training_step(model, loss_fn, *args, options=options)
         return WholeStepProgram(traced=traced), stamping
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,15 @@ from gt_trainer.launcher import RunStoppedError
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.layer_summary import layer_summary
 from gt_trainer.steps.pipelined_step import PipelinedStep
-from gt_trainer.steps.program import Recipe, tracing_options
+from gt_trainer.steps.program import tracing_options
 from gt_trainer.steps.program_step import (
     CapturedTrainingStep,
     CaptureSetup,
     JointStep,
-    ProgramStep,
+    ModelStep,
     ReduceOnceStep,
 )
-from gt_trainer.steps.recipe import ReshardChoice, passes_of, recipe_of
+from gt_trainer.steps.recipe import Recipe, ReshardChoice
 from gt_trainer.steps.second_groups import create_second_groups
 from gt_trainer.steps.training_step import (
     BatchPreparation,
@@ -85,32 +84,36 @@ def new_training_step(parts: StepParts) -> TrainingStep:
             "input preparers change the inputs of captured steps, and --compile.mode none captures "
             "nothing: return none from input_preparers() then, or choose another mode"
         )
-    if isinstance(parts.schedule, PipelinedStep):
-        parts.schedule.input_preparers = parts.input_preparers
-        parts.schedule.attach(
-            run=parts.run_eagerly,
-            clock=parts.clock,
-            on_capture=parts.on_capture,
-            artifacts=_artifacts(parts, _second_groups(parts)),
-        )
-        return parts.schedule
-    if options.mode == "none":
+    if is_eager:
         return EagerStep(parts.run_eagerly)
-    (model,) = parts.model_parts
-    form: type[ProgramStep[Any]] = CapturedTrainingStep
-    if options.mode == "aot_joint":
-        form = JointStep
-    elif options.accumulation == "reduce_once":
-        form = ReduceOnceStep
     setup = CaptureSetup(
-        recipe=_recipe_of(parts),
         clock=parts.clock,
         on_capture=parts.on_capture,
         on_shape_change=options.on_shape_change,
         tracing=tracing_options(options, input_preparers=parts.input_preparers),
         artifacts=_artifacts(parts, _second_groups(parts)),
     )
-    return form(model, parts.loss_fn, preparation=parts.preparation, setup=setup)
+    if isinstance(parts.schedule, PipelinedStep):
+        parts.schedule.attach(run=parts.run_eagerly, setup=setup)
+        return parts.schedule
+    (model,) = parts.model_parts
+    form: type[ModelStep[Any]] = CapturedTrainingStep
+    if options.mode == "aot_joint":
+        form = JointStep
+    elif options.accumulation == "reduce_once":
+        form = ReduceOnceStep
+    return form(
+        model,
+        parts.loss_fn,
+        recipe=Recipe(
+            options=options,
+            reshard_after_forward=parts.reshard_after_forward,
+            debug_folder=parts.dump_folder / "graph_passes" / f"rank_{dist.get_rank()}",
+            summarize=layer_summary if dist.get_rank() == 0 else None,  # its captures are recorded
+        ),
+        preparation=parts.preparation,
+        setup=setup,
+    )
 
 
 def _second_groups(parts: StepParts) -> dict[str, dist.ProcessGroup]:
@@ -132,16 +135,4 @@ def _artifacts(
         parallel_dims=parts.parallel_dims,
         second_groups=second_groups,
         device=parts.device,
-        passes_of=partial(
-            passes_of, parts.options, reshard_after_forward=parts.reshard_after_forward
-        ),
-    )
-
-
-def _recipe_of(parts: StepParts) -> Recipe:
-    return recipe_of(
-        parts.options,
-        reshard_after_forward=parts.reshard_after_forward,
-        debug_folder=parts.dump_folder / "graph_passes" / f"rank_{dist.get_rank()}",
-        summarize=layer_summary if dist.get_rank() == 0 else None,  # whose captures are recorded
     )

@@ -1,8 +1,9 @@
 """A captured program: graphs of a training step, the passes on them, and how they are stored.
 
-A whole step, microbatches that reduce once, and a model whose loss stays outside are programs. What
-all have in common is here: capture behind passes, the report of it, and the stored graphs. A graph
-is stored behind the passes that rewrite it and before those that generate code.
+A whole step, microbatches that reduce once, a model whose loss stays outside, and a pipeline stage
+are programs. What all have in common is here: capture behind passes, the report of it, and the
+stored graphs. A graph is stored behind the passes that rewrite it and before those that generate
+code.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -27,16 +28,15 @@ from gt_passes import (
 )
 from gt_trace import InputPreparer
 from gt_trace.artifacts.container import Container
-from gt_trace.artifacts.encoded_document import EncodedDocument
+from gt_trace.artifacts.encoded_document import DecodingOptions, EncodedDocument
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.errors import ArtifactError
+from gt_trainer.artifacts.stage_names import StageNames
 from gt_trainer.artifacts.storable_graph import STEP_SECTION, StoredGraph
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.layer_tracer import CaptureLayersReport
+from gt_trainer.steps.recipe import Recipe
 from gt_trainer.steps.training_step import num_operators
-
-Recipe = Callable[[PassContext, GraphKind], PassManager]
-"""Builds the passes for one captured graph, of the kind given."""
 
 _PASSES = "passes"
 
@@ -57,7 +57,10 @@ class Program(Protocol):
     """What a container of it says that it holds."""
 
     graph_kinds: ClassVar[tuple[GraphKind, ...]]
-    """The kinds of its graphs, each once."""
+    """The kinds of graphs on which passes run, each once."""
+
+    kinds_before_cut: ClassVar[tuple[GraphKind, ...]]
+    """The kinds among these that are cut when their passes have run, and are not in ``graphs``."""
 
     decoding_verifies: ClassVar[bool]
     """Whether ``decode`` verifies the graphs, since what is cut follows from the whole."""
@@ -70,14 +73,11 @@ class Program(Protocol):
     def num_nodes_captured(self) -> int:
         """Operators as captured, where no passes have counted them."""
 
-    def text(self, passes: Sequence[PassManagerReport]) -> str:
-        """Describe the program in a line of the log, after "Captured the "."""
+    def text(self, report: CaptureReport[Any]) -> str:
+        """Describe the program in a line of the log, after "Captured "."""
 
     def memory_text(self) -> str | None:
         """What is kept for the backward, and the estimated memory; None where no graph has both."""
-
-    def bind(self, model: nn.Module) -> Any:
-        """Return what runs the graphs on the state of ``model``."""
 
     def check_fits(self, model: nn.Module) -> None:
         """Check that the graphs are for a module.
@@ -94,7 +94,7 @@ class Program(Protocol):
         """
 
     @classmethod
-    def decode(cls, document: Any, axes: MeshAxes, *, blob: Callable[[str], bytes]) -> Self:
+    def decode(cls, document: Any, axes: MeshAxes, **options: Unpack[DecodingOptions]) -> Self:
         """Return the program of a document.
 
         Raises:
@@ -103,6 +103,9 @@ class Program(Protocol):
 
 
 ProgramT = TypeVar("ProgramT", bound=Program)
+
+RunPasses = Callable[[ProgramGraph], None]
+"""Runs the passes of a recipe on a graph, and keeps what they report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,12 +153,19 @@ class ProgramToCapture(Generic[ProgramT]):
     """A program that is not captured yet, and what it depends on."""
 
     program: type[ProgramT]
-    trace: Callable[[], tuple[ProgramT, CaptureLayersReport | None]]
-    """Captures it, and says how its layers were stamped if that was asked for."""
+    trace: Callable[[RunPasses], tuple[ProgramT, CaptureLayersReport | None]]
+    """Captures it, and says how its layers were stamped if that was asked for. Runs the passes on
+    graphs that it cuts."""
 
     model: nn.Module
     identified_by: Mapping[str, Any]
-    """``loss_fn``, ``arguments`` and perhaps ``num_microbatches`` of ``RunArtifacts.identity``."""
+    """``loss_fn``, ``arguments`` and perhaps ``num_microbatches`` of ``step_identity``."""
+
+    stage: StageNames | None = None
+    """The names of the pipeline stage that the model is; None without a pipeline."""
+
+    fake_mode: Any = None
+    """The fake mode of graphs that may overlap with this program's; None: a new one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +174,7 @@ class CaptureReport(Generic[ProgramT]):
 
     program: ProgramT
     passes: tuple[PassManagerReport, ...]
-    """What passes did, on each graph."""
+    """What passes did, on each graph; first those on graphs that were cut afterwards."""
 
     stamping: CaptureLayersReport | None = None
     """How layers were stamped, or why not; None if that was not asked for, or not done here."""
@@ -172,10 +182,14 @@ class CaptureReport(Generic[ProgramT]):
     is_loaded: bool = False
     """Whether the graphs were captured by another rank or run, and stored."""
 
+    managers: tuple[PassManager, ...] = ()
+    """What ran the passes up to those that generate code, which it has yet to run; empty if all
+    have run, or elsewhere."""
+
     def __str__(self) -> str:
         """One line: the operators that run, and the passes that made them."""
         verb = "Loaded" if self.is_loaded else "Captured"
-        return f"{verb} the {self.program.text(self.passes)}"
+        return f"{verb} {self.program.text(self)}"
 
     @property
     def graph_modules(self) -> tuple[GraphModule, ...]:
@@ -219,15 +233,27 @@ def capture_program(
         ChunkMetadataError: A module that was to run in chunks was not called.
         StageCutError: What microbatches gather or reduce cannot be shared.
     """
+    passes: list[PassManagerReport] = []
+    managers: list[PassManager] = []
+
+    def run_passes(each: ProgramGraph) -> None:
+        manager = recipe(each.context, each.kind)
+        run = manager.run_before_code if until_code else manager.run
+        passes.append(run(each.graph_module))
+        managers.append(manager)
+
     with clock.part("capture"):
-        program, stamping = asked.trace()
+        program, stamping = asked.trace(run_passes)
+    num_before_cut = len(passes)
     with clock.part("passes"):
-        reports = []
         for each in program.graphs:
-            manager = recipe(each.context, each.kind)
-            run = manager.run_before_code if until_code else manager.run
-            reports.append(run(each.graph_module))
-    return CaptureReport(program=program, passes=tuple(reports), stamping=stamping)
+            run_passes(each)
+    return CaptureReport(
+        program=program,
+        passes=tuple(passes),
+        stamping=stamping,
+        managers=tuple(managers[num_before_cut:]) if until_code else (),
+    )
 
 
 def generate_code(report: CaptureReport[ProgramT], recipe: Recipe) -> CaptureReport[ProgramT]:
@@ -237,13 +263,16 @@ def generate_code(report: CaptureReport[ProgramT], recipe: Recipe) -> CaptureRep
         report: The capture.
         recipe: As it was for the capture.
     """
-    passes = tuple(
-        recipe(each.context, each.kind).run_from_code(
-            each.graph_module, earlier=earlier, is_verified=True
+    graphs = report.program.graphs
+    num_before_cut = len(report.passes) - len(graphs)
+    managers = report.managers or [recipe(each.context, each.kind) for each in graphs]
+    passes = [
+        manager.run_from_code(each.graph_module, earlier=earlier, is_verified=True)
+        for each, manager, earlier in zip(
+            graphs, managers, report.passes[num_before_cut:], strict=True
         )
-        for each, earlier in zip(report.program.graphs, report.passes, strict=True)
-    )
-    return replace(report, passes=passes)
+    ]
+    return replace(report, passes=(*report.passes[:num_before_cut], *passes), managers=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,16 +289,28 @@ class StoredProgram(Generic[ProgramT]):
         """See ``StorableGraph``."""
         return self.asked.program.kind
 
+    @property
+    def identified_by(self) -> Mapping[str, Any]:
+        """See ``StorableGraph``."""
+        asked = self.asked
+        kinds = asked.program.graph_kinds
+        return {
+            **asked.identified_by,
+            "passes": [each for kind in kinds for each in self.recipe.passes(kind)],
+            "model": asked.model,
+            "stage": asked.stage,
+        }
+
     def capture(self) -> CaptureReport[ProgramT]:
         """See ``StorableGraph``."""
         return capture_program(self.asked, recipe=self.recipe, clock=self.clock, until_code=True)
 
     def encode(self, captured: CaptureReport[ProgramT]) -> StoredGraph:
         """See ``StorableGraph``."""
-        encoded = captured.program.encode(self.axes)
+        encoded, stage = captured.program.encode(self.axes), self.asked.stage
         reports = [pass_report_as_data(each) for each in captured.passes]
         return StoredGraph(
-            step=encoded.document,
+            step=encoded.document if stage is None else stage.without(encoded.document),
             documents=MappingProxyType({_PASSES: reports}),
             blobs=encoded.blobs,
         )
@@ -277,11 +318,17 @@ class StoredProgram(Generic[ProgramT]):
     def decode(self, container: Container) -> CaptureReport[ProgramT]:
         """See ``StorableGraph``."""
         with self.clock.part("load"):
-            document = container.document(STEP_SECTION)
-            program = self.asked.program.decode(document, self.axes, blob=container.blob)
-            program.check_fits(self.asked.model)
+            asked, document = self.asked, container.document(STEP_SECTION)
+            program = asked.program.decode(
+                document if asked.stage is None else asked.stage.restored(document),
+                self.axes,
+                blob=container.blob,
+                fake_mode=asked.fake_mode,
+            )
+            program.check_fits(asked.model)
             reports = container.document(_PASSES)
-            if not isinstance(reports, list) or len(reports) != len(program.graphs):
+            num_reports = len(program.kinds_before_cut) + len(program.graphs)
+            if not isinstance(reports, list) or len(reports) != num_reports:
                 raise ArtifactError("each stored graph has one report of passes")
             passes = tuple(map(pass_report_from_data, reports))
             return CaptureReport(program=program, passes=passes, is_loaded=True)

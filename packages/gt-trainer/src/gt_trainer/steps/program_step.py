@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -12,8 +12,7 @@ from torch import nn
 from torchtitan.tools.logging import logger
 
 from gt_config import ShapeChangePolicy
-from gt_config.graph_kinds import GraphKind
-from gt_passes import PassContext, PassManager, release_cuda_graphs
+from gt_passes import release_cuda_graphs
 from gt_passes.verifier.collective_exchange import exchange_collective_digest
 from gt_pipeline.graph import AccumulatedResult, AccumulatedStep
 from gt_trainer.artifacts.run_artifacts import RunArtifacts
@@ -27,12 +26,12 @@ from gt_trainer.steps.program import (
     CaptureReport,
     Program,
     ProgramToCapture,
-    Recipe,
     StoredProgram,
     TracingOptions,
     capture_program,
     generate_code,
 )
+from gt_trainer.steps.recipe import Recipe
 from gt_trainer.steps.training_step import (
     Batch,
     BatchPreparation,
@@ -43,59 +42,102 @@ from gt_trainer.steps.training_step import (
 ProgramT = TypeVar("ProgramT", bound=Program)
 
 
+Microbatch = tuple[Batch, torch.Tensor]
+"""Inputs and labels, as torchtitan has them."""
+
+
+class UnlikeMicrobatchesError(ValueError):
+    """Microbatches of one step have different shapes, and share graphs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureSetup:
     """What a step needs to capture itself."""
 
-    recipe: Recipe
-    """Builds the passes for a captured graph."""
-
-    clock: StartupClock
+    clock: StartupClock = field(default_factory=StartupClock)
     """Counts capture and passes as parts of the start-up."""
 
-    on_capture: Callable[[CaptureReport[Any]], None]
+    on_capture: Callable[[CaptureReport[Any]], None] = lambda report: None
     """Called after each capture, before the graphs first run."""
 
     on_shape_change: ShapeChangePolicy = "error"
     """"error" lets the mismatch of a changed input through; "recapture" captures other graphs for
     the new shapes and keeps both."""
 
-    tracing: TracingOptions
+    tracing: TracingOptions = field(default_factory=TracingOptions)
     artifacts: RunArtifacts | None = None
     """Where graphs are looked for and stored; None: every rank captures for itself."""
 
 
-class ProgramStep(ABC, Generic[ProgramT]):
-    """A training step as a captured program, optimized by passes and bound to the model.
+class ProgramStep(Generic[ProgramT]):
+    """A training step of captured programs, optimized by passes."""
+
+    is_captured = True
+    runs_whole_steps = False
+
+    def __init__(self, setup: CaptureSetup) -> None:
+        self._setup = setup
+        self.reports: tuple[CaptureReport[ProgramT], ...] = ()
+
+    def _captured(
+        self,
+        asked: ProgramToCapture[ProgramT],
+        recipe: Recipe,
+        *,
+        is_first: bool,
+        part: str = "model",
+    ) -> CaptureReport[ProgramT]:
+        """Return what this rank or another has captured, now or before. Code is generated here.
+
+        Args:
+            asked: The program.
+            recipe: Builds its passes.
+            is_first: As for ``RunArtifacts.obtain``.
+            part: As for ``RunArtifacts.generating_code``.
+        """
+        setup, artifacts = self._setup, self._setup.artifacts
+        if artifacts is None:
+            report = capture_program(asked, recipe=recipe, clock=setup.clock)
+        else:
+            axes = artifacts.axes(asked.model)
+            stored = StoredProgram(asked=asked, recipe=recipe, axes=axes, clock=setup.clock)
+            shared = artifacts.obtain(stored, is_first=is_first)
+            with setup.clock.part("passes"), artifacts.generating_code(shared, axes, part=part):
+                report = generate_code(shared.captured, recipe)
+        setup.on_capture(report)
+        self.reports = (*self.reports, report)
+        return report
+
+
+class ModelStep(ProgramStep[ProgramT], ABC):
+    """A training step of a whole model as one program.
 
     Before the first run, the ranks make sure that their graphs have the same collectives.
 
     Args:
         model: Parallelized, on its device.
         loss_fn: torchtitan's loss.
+        recipe: Builds the passes for a captured graph.
         preparation: What torchtitan does around the model for one batch.
         setup: How the step is captured.
     """
-
-    is_captured = True
-    runs_whole_steps = False
 
     def __init__(
         self,
         model: nn.Module,
         loss_fn: LossFunction,
         *,
+        recipe: Recipe,
         preparation: BatchPreparation,
         setup: CaptureSetup,
     ) -> None:
+        super().__init__(setup)
         self._model = model
         self._loss_fn = loss_fn
+        self._recipe = recipe
         self._preparation = preparation
-        self._setup = setup
-        self.reports: tuple[CaptureReport[ProgramT], ...] = ()
         self._calls = PerShape(self._capture, policy=setup.on_shape_change)
 
-    @abstractmethod
     def run(
         self,
         *,
@@ -107,91 +149,66 @@ class ProgramStep(ABC, Generic[ProgramT]):
 
         Raises:
             InputMismatchError: An input differs from the captured one and the policy is "error".
+            UnlikeMicrobatchesError: Microbatches of one step have different shapes. Nothing has
+                run.
         """
+        batches: list[Any] = [(input_dict, labels)]
+        if self.runs_whole_steps:
+            batches = list(zip(input_dict, labels, strict=True))
+            _refuse_unlike(batches)
+        with self._preparation.context():
+            return self._train(batches, global_valid_tokens)
+
+    @abstractmethod
+    def _train(
+        self, batches: Sequence[Microbatch], global_valid_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Add the gradients of batches to ``param.grad``, and return the loss."""
 
     @abstractmethod
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProgramToCapture[ProgramT]:
-        """The program of a call."""
+        """Return the program of a call."""
 
+    @abstractmethod
     def _bind(self, program: ProgramT) -> Callable[..., Any]:
-        """What runs such calls."""
-        bound: Callable[..., Any] = program.bind(self._model)
-        return bound
+        """Return what runs such calls on the state of the model."""
 
     def close(self) -> None:
-        """Let go of recorded CUDA graphs."""
+        """Release recorded CUDA graphs."""
         for report in self.reports:
             for graph_module in report.graph_modules:
                 release_cuda_graphs(graph_module)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        setup, asked = self._setup, self._program(args, kwargs)
-        if setup.artifacts is None:
-            report = capture_program(asked, recipe=setup.recipe, clock=setup.clock)
-        else:
-            report = self._shared(asked, setup.artifacts)
-        setup.on_capture(report)
-        if not self.reports:
+        is_first = not self.reports
+        report = self._captured(self._program(args, kwargs), self._recipe, is_first=is_first)
+        if is_first:
             # Only then: later, ranks with other shapes may capture at other times.
             for graph_module in report.graph_modules:
                 exchange_collective_digest(graph_module)
-        self.reports = (*self.reports, report)
         return self._bind(report.program)
 
-    def _shared(
-        self, asked: ProgramToCapture[ProgramT], artifacts: RunArtifacts
-    ) -> CaptureReport[ProgramT]:
-        """What this rank or another has captured, now or before; code is generated here."""
-        built: list[PassManager] = []
+    def _arguments(
+        self, microbatch: Microbatch, global_valid_tokens: torch.Tensor
+    ) -> tuple[Any, ...]:
+        """Return the arguments of ``training_step``'s function for a batch."""
+        inputs, labels, extra_kwargs = self._preparation.split(*microbatch)
+        return inputs, labels, global_valid_tokens, extra_kwargs
 
-        def build(context: PassContext, graph: GraphKind) -> PassManager:
-            built.append(self._setup.recipe(context, graph))
-            return built[-1]
-
-        stored = StoredProgram(
-            asked=asked,
-            recipe=build,
-            axes=artifacts.axes(self._model),
-            clock=self._setup.clock,
-        )
-        shared = artifacts.obtain(
-            stored,
-            passes=[
-                each for kind in asked.program.graph_kinds for each in artifacts.passes_of(kind)
-            ],
-            model=self._model,
-            is_first=not self.reports,
-            **asked.identified_by,
-        )
-        # What ran the passes before code goes on with those behind them.
-        managers = iter(built)
-        recipe: Recipe = (lambda context, graph: next(managers)) if built else self._setup.recipe
-        with (
-            self._setup.clock.part("passes"),
-            artifacts.generating_code(shared, model=self._model),
-        ):
-            return generate_code(shared.captured, recipe)
-
-
-class CapturedTrainingStep(ProgramStep[WholeStepProgram]):
-    """Each batch as one graph of forward, loss and backward."""
-
-    def run(
-        self,
-        *,
-        input_dict: Batch | list[Batch],
-        labels: torch.Tensor | list[torch.Tensor],
-        global_valid_tokens: torch.Tensor,
-    ) -> torch.Tensor:
-        """See ``ProgramStep``."""
-        assert isinstance(input_dict, dict)
-        assert isinstance(labels, torch.Tensor)
-        inputs, labels, extra_kwargs = self._preparation.split(input_dict, labels)
-        with self._preparation.context():
-            loss: torch.Tensor
-            loss, gradients = self._calls(inputs, labels, global_valid_tokens, extra_kwargs)
+    def _accumulate(self, gradients: Sequence[torch.Tensor | None]) -> None:
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         accumulate_gradients(parameters, gradients)
+
+
+class CapturedTrainingStep(ModelStep[WholeStepProgram]):
+    """Each batch as one graph of forward, loss and backward."""
+
+    def _train(
+        self, batches: Sequence[Microbatch], global_valid_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        loss: torch.Tensor
+        loss, gradients = self._calls(*self._arguments(batches[0], global_valid_tokens))
+        self._accumulate(gradients)
         return loss
 
     def _program(
@@ -200,8 +217,11 @@ class CapturedTrainingStep(ProgramStep[WholeStepProgram]):
         assert not kwargs
         return whole_step(self._model, self._loss_fn, *args, options=self._setup.tracing)
 
+    def _bind(self, program: WholeStepProgram) -> Callable[..., Any]:
+        return program.traced.bind(self._model)
 
-class JointStep(ProgramStep[JointProgram]):
+
+class JointStep(ModelStep[JointProgram]):
     """A captured forward, and a loss and its ``backward()`` that run eagerly."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -212,24 +232,14 @@ class JointStep(ProgramStep[JointProgram]):
         """
         return self._calls(*args, **kwargs)
 
-    def run(
-        self,
-        *,
-        input_dict: Batch | list[Batch],
-        labels: torch.Tensor | list[torch.Tensor],
-        global_valid_tokens: torch.Tensor,
+    def _train(
+        self, batches: Sequence[Microbatch], global_valid_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """See ``ProgramStep``."""
-        assert isinstance(input_dict, dict)
-        assert isinstance(labels, torch.Tensor)
-        inputs, labels, extra_kwargs = self._preparation.split(input_dict, labels)
-        with self._preparation.context():
-            prediction = self.forward(inputs, **extra_kwargs)
-            loss = loss_of_batch(
-                self._loss_fn, prediction, labels, global_valid_tokens, extra_kwargs
-            )
-            del prediction  # the backward then frees it as soon as it can
-            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        inputs, labels, _, extra_kwargs = self._arguments(batches[0], global_valid_tokens)
+        prediction = self.forward(inputs, **extra_kwargs)
+        loss = loss_of_batch(self._loss_fn, prediction, labels, global_valid_tokens, extra_kwargs)
+        del prediction  # the backward then frees it as soon as it can
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         return loss
 
     def _program(
@@ -237,16 +247,11 @@ class JointStep(ProgramStep[JointProgram]):
     ) -> ProgramToCapture[JointProgram]:
         return joint_program(self._model, args, kwargs, options=self._setup.tracing)
 
-
-Microbatch = tuple[Batch, torch.Tensor]
-"""Inputs and labels, as torchtitan has them."""
-
-
-class UnlikeMicrobatchesError(ValueError):
-    """MicrobatchProgram of one step have different shapes, and share graphs."""
+    def _bind(self, program: JointProgram) -> Callable[..., Any]:
+        return program.parts.bind(self._model)
 
 
-class ReduceOnceStep(ProgramStep[MicrobatchProgram]):
+class ReduceOnceStep(ModelStep[MicrobatchProgram]):
     """All microbatches of a step, as captured graphs that gather and reduce once.
 
     Gradients reach parameters when all microbatches have run.
@@ -258,27 +263,11 @@ class ReduceOnceStep(ProgramStep[MicrobatchProgram]):
         super().__init__(*args, **kwargs)
         self._steps: list[AccumulatedStep] = []
 
-    def run(
-        self,
-        *,
-        input_dict: Batch | list[Batch],
-        labels: torch.Tensor | list[torch.Tensor],
-        global_valid_tokens: torch.Tensor,
+    def _train(
+        self, batches: Sequence[Microbatch], global_valid_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """See ``ProgramStep``.
-
-        Raises:
-            UnlikeMicrobatchesError: MicrobatchProgram have different shapes. Nothing has run.
-            InputMismatchError: They differ from the captured ones and the policy is "error".
-        """
-        assert isinstance(input_dict, list)
-        assert isinstance(labels, list)
-        batches = list(zip(input_dict, labels, strict=True))
-        _refuse_unlike(batches)
-        with self._preparation.context():
-            result: AccumulatedResult = self._calls(batches, global_valid_tokens)
-        parameters = [p for p in self._model.parameters() if p.requires_grad]
-        accumulate_gradients(parameters, result.gradients)
+        result: AccumulatedResult = self._calls(batches, global_valid_tokens)
+        self._accumulate(result.gradients)
         losses: list[torch.Tensor] = [loss for (loss,) in result.results]
         total = losses[0].clone()
         for loss in losses[1:]:
@@ -286,7 +275,7 @@ class ReduceOnceStep(ProgramStep[MicrobatchProgram]):
         return total
 
     def close(self) -> None:
-        """Let go of recorded CUDA graphs."""
+        """Release recorded CUDA graphs."""
         for step in self._steps:
             step.release()
 
@@ -304,7 +293,7 @@ class ReduceOnceStep(ProgramStep[MicrobatchProgram]):
         )
 
     def _bind(self, program: MicrobatchProgram) -> Callable[..., AccumulatedResult]:
-        step = program.bind(self._model)
+        step = AccumulatedStep(program.cut, self._model)
         self._steps.append(step)
         if step.left_alone:
             logger.warning(
@@ -318,12 +307,6 @@ class ReduceOnceStep(ProgramStep[MicrobatchProgram]):
             return step(self._arguments(batch, tokens) for batch in batches)
 
         return run
-
-    def _arguments(
-        self, microbatch: Microbatch, global_valid_tokens: torch.Tensor
-    ) -> tuple[Any, ...]:
-        inputs, labels, extra_kwargs = self._preparation.split(*microbatch)
-        return inputs, labels, global_valid_tokens, extra_kwargs
 
 
 def _refuse_unlike(batches: Sequence[Microbatch]) -> None:

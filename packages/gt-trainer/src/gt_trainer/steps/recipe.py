@@ -1,4 +1,4 @@
-"""From the user's ``--compile.*`` options to the passes of each graph of a run.
+"""The passes of each graph of a run, as the user's ``--compile.*`` options ask for them.
 
 The native recipe (``gt_passes.default_passes``), or that of the backend of planned steps. Which
 graphs there are follows from the mode and the pipeline; which passes run on each, from where the
@@ -7,8 +7,9 @@ passes declare to run.
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +27,6 @@ from gt_passes import (
 )
 from gt_trainer.decoder.attention import flex_attention_options
 from gt_trainer.placement.planned_machine import planned_machine
-from gt_trainer.steps.program import Recipe
 
 ReshardChoice = Literal["default", "always", "never"]
 """torchtitan's ``--parallelism.fsdp_reshard_after_forward``."""
@@ -99,40 +99,54 @@ def passes_of(
     )
 
 
-def recipe_of(
-    options: CompileConfig,
-    *,
-    reshard_after_forward: ReshardChoice = "default",
-    debug_folder: Path | None = None,
-    compiler: SubgraphCompiler | None = None,
-    summarize: Callable[[GraphModule], object] | None = None,
-) -> Recipe:
-    """``passes_of``, to be bound to the graphs of a run.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """The passes of a run, which are bound to each graph when it is captured.
 
     Args:
-        options: as for ``passes_of``.
-        reshard_after_forward: as for ``passes_of``.
-        debug_folder: where the graphs before and after each pass are written if
-            ``options.debug_graph_passes`` asks for them, in one folder for each captured graph.
-            Every rank needs its own.
-        compiler: as for ``passes_of``.
-        summarize: as for ``PassManager``.
+        options: As for ``passes_of``.
+        reshard_after_forward: As for ``passes_of``.
+        debug_folder: The folder in which each captured graph gets a folder for its graphs before
+            and after each pass, if ``options.debug_graph_passes`` asks for them. Every rank needs
+            a separate one.
+        compiler: As for ``passes_of``.
+        summarize: As for ``PassManager``.
+        has_folder_per_kind: Whether graphs of each kind are numbered apart, in a folder named
+            after the kind.
     """
-    numbers = itertools.count()
 
-    def build(context: PassContext, graph: GraphKind) -> PassManager:
-        dump_directory = None
-        if options.debug_graph_passes and debug_folder is not None:
-            dump_directory = debug_folder / f"graph_{next(numbers)}"
-        passes = passes_of(
-            options, graph, reshard_after_forward=reshard_after_forward, compiler=compiler
+    options: CompileConfig
+    reshard_after_forward: ReshardChoice = "default"
+    debug_folder: Path | None = None
+    compiler: SubgraphCompiler | None = None
+    summarize: Callable[[GraphModule], object] | None = None
+    has_folder_per_kind: bool = False
+    _num_dumped: Counter[Path] = field(default_factory=Counter, init=False, compare=False)
+
+    def passes(self, graph: GraphKind) -> tuple[GraphPass, ...]:
+        """Return the passes for graphs of a kind."""
+        return passes_of(
+            self.options,
+            graph,
+            reshard_after_forward=self.reshard_after_forward,
+            compiler=self.compiler,
         )
+
+    def __call__(self, context: PassContext, graph: GraphKind) -> PassManager:
+        """Return the passes for one captured graph."""
         return PassManager(
-            passes,
+            self.passes(graph),
             context=context,
-            verify=options.verify_passes,
-            dump_directory=dump_directory,
-            summarize=summarize,
+            verify=self.options.verify_passes,
+            dump_directory=self._dump_directory(graph),
+            summarize=self.summarize,
         )
 
-    return build
+    def _dump_directory(self, graph: GraphKind) -> Path | None:
+        if self.debug_folder is None or not self.options.debug_graph_passes:
+            return None
+        folder = (
+            self.debug_folder / graph.lower() if self.has_folder_per_kind else self.debug_folder
+        )
+        self._num_dumped[folder] += 1
+        return folder / f"graph_{self._num_dumped[folder] - 1}"
