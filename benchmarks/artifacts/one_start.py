@@ -68,8 +68,8 @@ def _capture(config: Any, step: FakeStep, file: Path, parts: dict[str, float]) -
             clock=StartupClock(),
         )
     with _timed(parts, "write"):
-        save(report.program.traced, file)
-    return {"nodes": len(report.program.traced.graph_module.graph.nodes)}
+        save(report.program.captured, file)
+    return {"nodes": len(report.program.captured.graph_module.graph.nodes)}
 
 
 def _load(config: Any, step: FakeStep, file: Path, parts: dict[str, float]) -> dict[str, Any]:

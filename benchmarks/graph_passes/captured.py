@@ -86,5 +86,5 @@ def captured_model(num_layers: int, workload: CapturedWorkload) -> Iterator[Capt
         )
         seconds = time.process_time() - begin
         yield CapturedModel(
-            num_layers=num_layers, traced=report.program.traced, capture_cpu_seconds=seconds
+            num_layers=num_layers, traced=report.program.captured, capture_cpu_seconds=seconds
         )

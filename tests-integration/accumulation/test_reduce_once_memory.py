@@ -18,7 +18,7 @@ from gt_trainer.models.llama3 import llama3_debugmodel
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_microbatches import microbatches
 from gt_trainer.steps.captured_step import whole_step
-from gt_trainer.steps.gradients import accumulate_gradients
+from gt_trainer.steps.program_step import accumulate_gradients
 from gt_trainer.steps.program import capture_program
 from gt_trainer.steps.recipe import Recipe
 from gt_trainer.trainer import GraphTrainer
@@ -72,11 +72,11 @@ def measured_bytes(config: GraphTrainer.Config, num_microbatches: int) -> int:
                 recipe=recipe,
                 clock=clock,
             )
-            accumulated = AccumulatedStep(report.program.cut, step.model)
+            accumulated = AccumulatedStep(report.program.captured, step.model)
             return measure_peak_bytes_of(run_once, held=held)
         bound = capture_program(
             whole_step(*arguments), recipe=recipe, clock=clock
-        ).program.traced.bind(step.model)
+        ).program.captured.bind(step.model)
         return measure_peak_bytes_of(run_each, held=held)
 
 

@@ -138,6 +138,6 @@ def test_passes_take_flex_attention_on_meshes(
         "flex_attention_backward": backward,
     }
     assert report.passes[0].verified
-    masks = [each.name for each in report.program.traced.inputs if "attention_masks" in each.name]
+    masks = [each.name for each in report.program.captured.inputs if "attention_masks" in each.name]
     assert masks[0] == "extra_kwargs['attention_masks'].kv_num_blocks"
     assert masks[-1] == "extra_kwargs['attention_masks']._closure_0"

@@ -122,7 +122,7 @@ def assert_same_graphs(
     stamped: CaptureReport[WholeStepProgram], full: CaptureReport[WholeStepProgram]
 ) -> None:
     """In everything; of regions for Inductor, which are objects of their own, in their bodies."""
-    differences = step_differences(stamped.program.traced, full.program.traced)
+    differences = step_differences(stamped.program.captured, full.program.captured)
     assert [line for line in differences if not line.startswith("attributes")] == []
     assert regions_of(stamped) == regions_of(full)
     assert bool(differences) == bool(regions_of(full))
@@ -130,7 +130,7 @@ def assert_same_graphs(
 
 def regions_of(report: CaptureReport[WholeStepProgram]) -> dict[str, str]:
     """The code of the body of each region, by the name of the node that calls it."""
-    nodes = report.program.traced.graph_module.graph.nodes
+    nodes = report.program.captured.graph_module.graph.nodes
     regions = {node.name: region_of(node) for node in nodes}
     return {name: region.body.code for name, region in regions.items() if region is not None}
 
@@ -172,7 +172,7 @@ def test_layers_with_torchtitans_own_attention_are_stamped_alike(
         assert stamping.compared
         stamped, full = passed_both_ways(cell)
     assert_same_graphs(stamped, full)
-    names = [str(node.target) for node in nodes_with_bodies(stamped.program.traced.graph_module)]
+    names = [str(node.target) for node in nodes_with_bodies(stamped.program.captured.graph_module)]
     assert names.count("flex_attention_backward") >= depth
 
 

@@ -11,7 +11,7 @@ from fsdp_cases import Cell, batch, build, local, mesh_of, shard_ours, train
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from gt_trace.artifacts.joint_document import decode_joint, encode_joint
+from gt_trace.artifacts.joint_document import JOINT_FORM
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.joint import ForwardBackward, export_joint_graph, partition
 
@@ -54,10 +54,10 @@ def stored_and_loaded(
     parts: ForwardBackward, axes: MeshAxes, *, of_rank_0: bool
 ) -> ForwardBackward:
     """This rank's graphs through JSON, or those that rank 0 gives to all."""
-    texts = [json.dumps(encode_joint(parts, axes).document)]
+    texts = [json.dumps(JOINT_FORM.encode(parts, axes).document)]
     if of_rank_0:
         dist.broadcast_object_list(texts, 0)
-    return decode_joint(json.loads(texts[0]), axes, blob={}.__getitem__)
+    return JOINT_FORM.decode(json.loads(texts[0]), axes, blob={}.__getitem__)
 
 
 def differs_from_eager(

@@ -12,7 +12,7 @@ from torch import nn
 from gt_passes import Verifier
 from gt_trace import trace_step
 from gt_trace.artifacts.mesh_axes import MeshAxes
-from gt_trace.artifacts.step_document import decode_step, encode_step
+from gt_trace.artifacts.step_document import STEP_FORM
 from gt_trace.errors import ArtifactError
 
 
@@ -26,7 +26,7 @@ def stored() -> tuple[Any, list[int]]:
         return loss, torch.autograd.grad(loss, list(model.parameters()))
 
     traced = trace_step(step, module=model)(torch.ones(3, 4))
-    document = json.loads(json.dumps(encode_step(traced, MeshAxes.of()).document))
+    document = json.loads(json.dumps(STEP_FORM.encode(traced, MeshAxes.of()).document))
     computed = {
         value[1]
         for op, *_, meta in document["content"]["graph"]["nodes"]
@@ -39,7 +39,7 @@ def stored() -> tuple[Any, list[int]]:
 def problems_of(document: Any) -> int:
     """How many problems the verifier finds in a document's graph; one if it cannot be read."""
     try:
-        step = decode_step(document, MeshAxes.of(), blob=lambda name: b"")
+        step = STEP_FORM.decode(document, MeshAxes.of(), blob=lambda name: b"")
     except ArtifactError:
         return 1
     return len(Verifier().verify(step.graph_module).problems)

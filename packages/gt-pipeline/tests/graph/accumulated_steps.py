@@ -15,11 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from gt_pipeline.graph import (
+    MICROBATCHES_FORM,
     AccumulatedStep,
     AccumulationGraphs,
     cut_accumulation,
-    decode_accumulation,
-    encode_accumulation,
 )
 from gt_trace import TracedStep, collective_counts, trace_step
 from gt_trace.artifacts.mesh_axes import MeshAxes
@@ -51,9 +50,9 @@ def cut(module: nn.Module, num_microbatches: int) -> AccumulationGraphs:
 
 def through_json(graphs: AccumulationGraphs, axes: MeshAxes) -> AccumulationGraphs:
     """The graphs of a step as they are loaded."""
-    encoded = encode_accumulation(graphs, axes)
+    encoded = MICROBATCHES_FORM.encode(graphs, axes)
     document = json.loads(json.dumps(encoded.document))
-    return decode_accumulation(document, axes, blob=encoded.blobs.__getitem__)
+    return MICROBATCHES_FORM.decode(document, axes, blob=encoded.blobs.__getitem__)
 
 
 def train_like_eager(

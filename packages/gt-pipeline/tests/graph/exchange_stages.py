@@ -14,12 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gt_config.node_keys import OverlappedBackward
 from gt_pipeline.graph import (
+    STAGE_FORM,
     GraphPipelineStage,
     StageGraphs,
     capture_stage,
     cut_stage,
-    decode_stage,
-    encode_stage,
 )
 from gt_pipeline.graph.overlapped_actions import OverlappedActions, overlap_actions
 from gt_pipeline.runner import MicrobatchInputs
@@ -171,7 +170,7 @@ def load_like_captured() -> tuple[bool, list[str]]:
         dist.broadcast(parameter.data, 0)
     shard(module, mesh, mode="shard")
     captured = GraphPipelineStage(module, stage_index=1, num_stages=4, activations=[ACTIVATION])
-    encoded = encode_stage(captured.rewritten, axes)
+    encoded = STAGE_FORM.encode(captured.rewritten, axes)
     own = json.dumps(encoded.document)
     texts = [own]
     dist.broadcast_object_list(texts, 0)
@@ -180,7 +179,7 @@ def load_like_captured() -> tuple[bool, list[str]]:
         stage_index=1,
         num_stages=4,
         activations=[ACTIVATION],
-        rewritten=decode_stage(json.loads(texts[0]), axes, blob=encoded.blobs.__getitem__),
+        rewritten=STAGE_FORM.decode(json.loads(texts[0]), axes, blob=encoded.blobs.__getitem__),
     )
     results = []
     for each in (captured, stage):

@@ -20,7 +20,7 @@ from toy_pipeline import (
     toy,
 )
 
-from gt_pipeline.graph import GraphPipelineStage, decode_stage, encode_stage
+from gt_pipeline.graph import STAGE_FORM, GraphPipelineStage
 from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs, StepRecord
 from gt_pipeline.schedules import Schedule, schedule_of
 from gt_pipeline.split import SharedGroup
@@ -61,7 +61,9 @@ def graph_stages(
         rewritten = None
         if documents is not None:
             document = json.loads(documents[stage.stage_index])
-            rewritten = decode_stage(document, MeshAxes.of(), blob=_NO_BLOBS, fake_mode=fake_mode)
+            rewritten = STAGE_FORM.decode(
+                document, MeshAxes.of(), blob=_NO_BLOBS, fake_mode=fake_mode
+            )
         stages.append(
             GraphPipelineStage(
                 stage.module,
@@ -88,7 +90,7 @@ def _refuse_to_capture(capture: object) -> None:
 def stage_documents(planned: Schedule) -> dict[int, str]:
     """All stages of a pipeline as JSON, by stage index, captured rank by rank in this process."""
     return {
-        stage.stage_index: json.dumps(encode_stage(stage.rewritten, MeshAxes.of()).document)
+        stage.stage_index: json.dumps(STAGE_FORM.encode(stage.rewritten, MeshAxes.of()).document)
         for rank in range(planned.num_ranks)
         for stage in graph_stages(planned, rank)
     }

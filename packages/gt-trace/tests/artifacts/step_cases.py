@@ -15,7 +15,7 @@ from trace_models import TiedModel, batch, step_of
 
 from gt_trace import TracedStep, flex_attention_on_cpu, trace_step
 from gt_trace.artifacts.mesh_axes import MeshAxes
-from gt_trace.artifacts.step_document import decode_step, encode_step
+from gt_trace.artifacts.step_document import STEP_FORM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +104,9 @@ CASES: dict[str, Callable[[], StepCase]] = {
 def stored_and_loaded(step: TracedStep, axes: MeshAxes | None = None) -> TracedStep:
     """A step through JSON and back."""
     axes = axes or MeshAxes.of()
-    encoded = encode_step(step, axes)
+    encoded = STEP_FORM.encode(step, axes)
     document = json.loads(json.dumps(encoded.document))
-    return decode_step(document, axes, blob=encoded.blobs.__getitem__)
+    return STEP_FORM.decode(document, axes, blob=encoded.blobs.__getitem__)
 
 
 def run(case: StepCase, step: TracedStep) -> Any:

@@ -21,7 +21,7 @@ from torch.fx import Node
 from gt_trace import TracedStep, load, save
 from gt_trace.artifacts.container import open_container, write_container
 from gt_trace.artifacts.mesh_axes import MeshAxes
-from gt_trace.artifacts.step_document import decode_step, encode_step
+from gt_trace.artifacts.step_document import STEP_FORM
 from gt_trace.code_text import code_problem
 from gt_trace.errors import ArtifactError
 
@@ -304,7 +304,7 @@ _REFUSALS: dict[str, tuple[Any, str]] = {
 
 @pytest.fixture(scope="module")
 def run_time_sizes() -> str:
-    return json.dumps(encode_step(CASES["run_time_sizes"]().step, MeshAxes.of()).document)
+    return json.dumps(STEP_FORM.encode(CASES["run_time_sizes"]().step, MeshAxes.of()).document)
 
 
 @pytest.mark.parametrize("name", list(_REFUSALS))
@@ -316,39 +316,39 @@ def test_refuses_text_that_is_no_name_and_numbers_without_bounds(
     edit(document, document["content"]["graph"]["nodes"])
 
     with pytest.raises(ArtifactError, match=message):
-        decode_step(document, MeshAxes.of(), blob=lambda name: b"")
+        STEP_FORM.decode(document, MeshAxes.of(), blob=lambda name: b"")
 
 
 @pytest.mark.parametrize("name", ["forward", "__class__", "_modules", "graph", f"x={_RUN}"])
 def test_refuses_an_attribute_that_modules_have(name: str) -> None:
     case = CASES["constants"]()
-    encoded = encode_step(case.step, MeshAxes.of())
+    encoded = STEP_FORM.encode(case.step, MeshAxes.of())
     document = json.loads(json.dumps(encoded.document).replace("_tensor_constant0", name))
 
     with pytest.raises(ArtifactError, match="an attribute of a stored graph is named"):
-        decode_step(document, MeshAxes.of(), blob=encoded.blobs.__getitem__)
+        STEP_FORM.decode(document, MeshAxes.of(), blob=encoded.blobs.__getitem__)
 
 
 def test_a_constant_is_read_once_and_has_its_size() -> None:
-    encoded = encode_step(CASES["constants"]().step, MeshAxes.of())
+    encoded = STEP_FORM.encode(CASES["constants"]().step, MeshAxes.of())
     document = json.loads(json.dumps(encoded.document))
     attributes = document["content"]["graph"]["attributes"]
     attributes["again"] = attributes["_tensor_constant0"]
 
     with pytest.raises(ArtifactError, match="two attributes are the constant 'constant-0'"):
-        decode_step(document, MeshAxes.of(), blob=encoded.blobs.__getitem__)
+        STEP_FORM.decode(document, MeshAxes.of(), blob=encoded.blobs.__getitem__)
     del attributes["again"]
     with pytest.raises(ArtifactError, match="the constant 'constant-0' has 10 bytes"):
-        decode_step(document, MeshAxes.of(), blob=lambda name: bytes(10))
+        STEP_FORM.decode(document, MeshAxes.of(), blob=lambda name: bytes(10))
 
 
 def test_a_stack_trace_is_stored_as_lines_of_comments() -> None:
     case = CASES["run_time_sizes"]()
     node: Node = next(n for n in case.step.graph_module.graph.nodes if n.op == "call_function")
     node.meta["stack_trace"] = f'File "x", line 1, in f\n    """\r{_RUN}'
-    document = json.loads(json.dumps(encode_step(case.step, MeshAxes.of()).document))
+    document = json.loads(json.dumps(STEP_FORM.encode(case.step, MeshAxes.of()).document))
 
-    step = decode_step(document, MeshAxes.of(), blob=lambda name: b"")
+    step = STEP_FORM.decode(document, MeshAxes.of(), blob=lambda name: b"")
 
     (read,) = (n for n in step.graph_module.graph.nodes if n.name == node.name)
     assert read.stack_trace == f"File \"x\", line 1, in f\n    ''' {_RUN}"

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from trace_models import TiedModel, batch
 
 from gt_trace import graph_text
-from gt_trace.artifacts.joint_document import decode_joint, encode_joint
+from gt_trace.artifacts.joint_document import JOINT_FORM
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.errors import ArtifactError
 from gt_trace.joint import ForwardBackward, export_joint_graph, partition
@@ -36,13 +36,13 @@ def parts_of(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], For
 
 
 def document_of(parts: ForwardBackward) -> Any:
-    encoded = encode_joint(parts, MeshAxes.of())
+    encoded = JOINT_FORM.encode(parts, MeshAxes.of())
     assert encoded.blobs == {}
     return json.loads(json.dumps(encoded.document))
 
 
 def loaded(document: Any) -> ForwardBackward:
-    return decode_joint(document, MeshAxes.of(), blob={}.__getitem__)
+    return JOINT_FORM.decode(document, MeshAxes.of(), blob={}.__getitem__)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from gt_trace import InputMismatchError, TracedStep, graph_text, trace_step
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.artifacts.rank_differences import document_differences
-from gt_trace.artifacts.step_document import decode_step, encode_step
+from gt_trace.artifacts.step_document import STEP_FORM
 from gt_trace.errors import ArtifactError
 from gt_trace.stamping.compare_steps import step_differences
 
@@ -24,11 +24,11 @@ def case(request: pytest.FixtureRequest) -> StepCase:
 
 
 def document_of(step: TracedStep) -> Any:
-    return json.loads(json.dumps(encode_step(step, MeshAxes.of()).document))
+    return json.loads(json.dumps(STEP_FORM.encode(step, MeshAxes.of()).document))
 
 
 def loaded(document: Any) -> TracedStep:
-    return decode_step(document, MeshAxes.of(), blob=lambda name: b"")
+    return STEP_FORM.decode(document, MeshAxes.of(), blob=lambda name: b"")
 
 
 def test_a_loaded_step_is_the_captured_one_in_all_that_can_be_seen(case: StepCase) -> None:
@@ -51,7 +51,7 @@ def test_a_loaded_step_computes_the_same_bits(case: StepCase) -> None:
 
 
 def test_storing_a_loaded_step_gives_the_same_document(case: StepCase) -> None:
-    again = encode_step(stored_and_loaded(case.step), MeshAxes.of()).document
+    again = STEP_FORM.encode(stored_and_loaded(case.step), MeshAxes.of()).document
 
     assert json.loads(json.dumps(again)) == document_of(case.step)
 
@@ -86,9 +86,9 @@ def test_documents_of_steps_with_other_constants_differ() -> None:
     (difference,) = document_differences(*map(document_of, steps))
 
     assert not difference.is_number
-    document, other = (encode_step(each, MeshAxes.of()) for each in steps)
+    document, other = (STEP_FORM.encode(each, MeshAxes.of()) for each in steps)
     with pytest.raises(ArtifactError, match="is not the one that the graph was made with"):
-        decode_step(document.document, MeshAxes.of(), blob=other.blobs.__getitem__)
+        STEP_FORM.decode(document.document, MeshAxes.of(), blob=other.blobs.__getitem__)
 
 
 def test_refuses_dynamic_sizes_by_name() -> None:
@@ -98,7 +98,7 @@ def test_refuses_dynamic_sizes_by_name() -> None:
     step = trace_step(lambda x: model(x).sum(), module=model)(x)
 
     with pytest.raises(ArtifactError) as refused:
-        encode_step(step, MeshAxes.of())
+        STEP_FORM.encode(step, MeshAxes.of())
     assert str(refused.value) == (
         "a step with dynamic sizes of inputs cannot be stored: what the trace assumed of them are "
         "guards of the tracer. Capture with static sizes, one step for each"
@@ -114,7 +114,7 @@ def test_refuses_a_graph_for_which_code_was_generated() -> None:
     with pytest.raises(
         ArtifactError, match=rf"node {node.name}: a stored graph cannot call .*code"
     ):
-        encode_step(case.step, MeshAxes.of())
+        STEP_FORM.encode(case.step, MeshAxes.of())
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def _captured() -> list[int]:
     for each in (whole, reduced_once):
         with fake_step(each, 1) as step:
             report: Any = capture_dry_step(each, step, StartupClock()).report
-        traced = report.program.traced if each is whole else report.program.cut.traced
+        traced = report.program.captured if each is whole else report.program.captured.traced
         found.append(num_prepared(traced.graph_module))
     stages = config(pipeline_parallel_degree=2, pipeline_parallel_schedule="1F1B")
     with fake_ranks(2):

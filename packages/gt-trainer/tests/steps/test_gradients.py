@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from gt_trace import trace_step
-from gt_trainer.steps.gradients import accumulate_gradients
+from gt_trainer.steps.program_step import accumulate_gradients
 
 
 def test_first_gradient_is_taken_and_later_ones_are_added_in_place():

@@ -70,7 +70,7 @@ def test_passes_run_on_both_graphs_and_the_report_tells_of_both() -> None:
     (report,) = reports
     assert [p.records[0].name for p in report.passes] == ["remove-dead-code"] * 2
     assert all(p.verified for p in report.passes)
-    parts = report.program.parts
+    parts = report.program.captured
     assert report.graph_modules == (parts.forward, parts.backward)
     sizes = [record.after.num_ops for p in report.passes for record in p.records]
     assert sizes == list(map(num_operators, (parts.forward, parts.backward)))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gt_trace import InputMismatchError
-from gt_trainer.steps.per_shape import PerShape
+from gt_trainer.steps.program_step import PerShape
 
 
 class Captures:

@@ -6,17 +6,18 @@ from gt_pipeline.graph.accumulation_cut import (
     MicrobatchGraph,
     cut_accumulation,
 )
-from gt_pipeline.graph.accumulation_document import decode_accumulation, encode_accumulation
 from gt_pipeline.graph.activations import ActivationPlacement
+from gt_pipeline.graph.cut_document import MICROBATCHES_FORM, STAGE_FORM
 from gt_pipeline.graph.exposed_collectives import exposed_collectives
 from gt_pipeline.graph.pipeline_stage import GraphPipelineStage
 from gt_pipeline.graph.rewrite_stage import RewrittenStage, rewrite_stage
 from gt_pipeline.graph.stage_capture import StageCapture, StageLoss, capture_stage
 from gt_pipeline.graph.stage_cut import cut_stage
-from gt_pipeline.graph.stage_document import decode_stage, encode_stage
 from gt_pipeline.graph.stage_graphs import StageGraphs
 
 __all__ = [
+    "MICROBATCHES_FORM",
+    "STAGE_FORM",
     "AccumulatedResult",
     "AccumulatedStep",
     "AccumulationGraphs",
@@ -30,10 +31,6 @@ __all__ = [
     "capture_stage",
     "cut_accumulation",
     "cut_stage",
-    "decode_accumulation",
-    "decode_stage",
-    "encode_accumulation",
-    "encode_stage",
     "exposed_collectives",
     "rewrite_stage",
 ]

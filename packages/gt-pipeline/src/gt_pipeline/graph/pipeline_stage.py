@@ -71,7 +71,7 @@ class GraphPipelineStage:
         device: where the stage runs.
         prepare_capture: edits the joint graph before it is cut.
         transform: edits the graph of each action, pair of actions and evaluation.
-        rewritten: the graphs of a stage like this one (``rewrite_stage``, ``decode_stage``). Its
+        rewritten: the graphs of a stage like this one (``rewrite_stage``, ``STAGE_FORM``). Its
             actions run as they are: they are neither captured, cut nor transformed. Pairs of
             actions and evaluations are made at first use, and transformed.
         fake_mode: ``fake_mode`` of another stage of this rank; the graphs of stages that overlap

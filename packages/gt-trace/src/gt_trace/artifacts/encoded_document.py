@@ -1,8 +1,8 @@
 """What documents of all kinds have in common: a value as JSON with the bytes beside it, and back.
 
-A step, a joint graph, a pipeline stage or a step of several microbatches differ in what their
-content is. Each says so in two functions; one encoder, and the limits within which a document is
-believed, are here.
+A step, a joint graph, a pipeline stage and a step of several microbatches are the forms of one
+document: they differ in their content alone. One encoder, one decoder, and the limits within which
+a document is believed, are here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict, TypeVar, Unpack
+from typing import Any, Generic, NotRequired, TypedDict, TypeVar, Unpack
 
 from gt_trace._torch_internals import FakeTensorMode
 from gt_trace.artifacts.decoder import Decoder
@@ -44,55 +44,59 @@ class DecodingOptions(TypedDict):
     """Of operators that graphs may call."""
 
 
-def encode_document(
-    value: ValueT,
-    axes: MeshAxes,
-    content: Callable[[Encoder, ValueT], Mapping[str, Any]],
-    *,
-    namespaces: Collection[str] = NAMESPACES,
-) -> EncodedDocument:
-    """A value as a document that is the same on all ranks that are alike.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentForm(Generic[ValueT]):
+    """A form of captured graphs, and how they become a document and graphs again."""
 
-    Args:
-        value: captured graphs, as captured or after passes that generate no code.
-        axes: names of this rank's process groups.
-        content: describes the value with an encoder.
-        namespaces: of operators that graphs may call.
+    name: str
+    """The name that a document has for its form."""
 
-    Raises:
-        ArtifactError: the value holds something that no document can hold; it is named.
-    """
-    encoder = Encoder(axes, namespaces=namespaces)
-    document = encoder.document(content(encoder, value))
-    return EncodedDocument(document=document, blobs=encoder.blobs)
+    content: Callable[[Encoder, ValueT], Mapping[str, Any]]
+    """Describes captured graphs with an encoder."""
 
+    decoded: Callable[[Decoder, Any], ValueT]
+    """Makes the graphs that ``content`` described."""
 
-def decode_document(
-    document: Any,
-    axes: MeshAxes,
-    decoded: Callable[[Decoder, Any], ValueT],
-    **options: Unpack[DecodingOptions],
-) -> ValueT:
-    """The value of a document, as this rank would have captured it.
+    def encode(
+        self, value: ValueT, axes: MeshAxes, *, namespaces: Collection[str] = NAMESPACES
+    ) -> EncodedDocument:
+        """Return captured graphs as a document that is the same on all ranks that are alike.
 
-    Args:
-        document: as ``encode_document`` made it, through JSON.
-        axes: names of this rank's process groups, and where it stands.
-        decoded: makes the value of what ``content`` described.
-        **options: ``DecodingOptions``.
+        Args:
+            value: Captured graphs, as captured or after passes that generate no code.
+            axes: Names of this rank's process groups.
+            namespaces: Namespaces of operators that graphs may call.
 
-    Raises:
-        ArtifactError: the document is damaged, or names what there is not here.
-    """
-    with _whatever_is_wrong_is_damage(), held_garbage_collection():
-        decoder = Decoder(
-            document,
-            axes,
-            blob=options["blob"],
-            fake_mode=options.get("fake_mode"),
-            namespaces=options.get("namespaces", NAMESPACES),
-        )
-        return decoded(decoder, decoder.content)
+        Raises:
+            ArtifactError: The value holds something that no document can hold; it is named.
+        """
+        encoder = Encoder(axes, namespaces=namespaces)
+        document = encoder.document({"form": self.name, **self.content(encoder, value)})
+        return EncodedDocument(document=document, blobs=encoder.blobs)
+
+    def decode(self, document: Any, axes: MeshAxes, **options: Unpack[DecodingOptions]) -> ValueT:
+        """Return the graphs of a document, as this rank would have captured them.
+
+        Args:
+            document: The document that ``encode`` made, through JSON.
+            axes: Names of this rank's process groups, and its place.
+            **options: ``DecodingOptions``; graphs that overlap need one ``fake_mode``.
+
+        Raises:
+            ArtifactError: The document is damaged or of another form, or names what this process
+                does not have.
+        """
+        with _whatever_is_wrong_is_damage(), held_garbage_collection():
+            decoder = Decoder(
+                document,
+                axes,
+                blob=options["blob"],
+                fake_mode=options.get("fake_mode"),
+                namespaces=options.get("namespaces", NAMESPACES),
+            )
+            if (form := decoder.content["form"]) != self.name:
+                raise ArtifactError(f"the document is of a {form!r}, and not of a {self.name!r}")
+            return self.decoded(decoder, decoder.content)
 
 
 @contextmanager

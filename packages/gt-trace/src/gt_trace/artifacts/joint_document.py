@@ -7,22 +7,15 @@ them, and compared with the graphs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Unpack, get_args
+from typing import Any, get_args
 
 from torch.fx import GraphModule
 
 from gt_trace.artifacts.decoder import Decoder
-from gt_trace.artifacts.encoded_document import (
-    DecodingOptions,
-    EncodedDocument,
-    decode_document,
-    encode_document,
-)
+from gt_trace.artifacts.encoded_document import DocumentForm
 from gt_trace.artifacts.encoder import Encoder
-from gt_trace.artifacts.mesh_axes import MeshAxes
-from gt_trace.artifacts.operators import NAMESPACES
 from gt_trace.capture.graph_inputs import GraphInput, InputKind
 from gt_trace.capture.subclass_layout import PLAIN, TensorLayout
 from gt_trace.errors import ArtifactError
@@ -30,41 +23,7 @@ from gt_trace.joint.bound_joint import ForwardBackward
 from gt_trace.joint.joint_graph import GraphResult, JointGraph, OutputSignature, ResultKind
 
 
-def encode_joint(
-    parts: ForwardBackward, axes: MeshAxes, *, namespaces: Collection[str] = NAMESPACES
-) -> EncodedDocument:
-    """A forward and a backward as a document that is the same on all ranks that are alike.
-
-    Args:
-        parts: as cut, or after passes that generate no code.
-        axes: names of this rank's process groups.
-        namespaces: of operators that graphs may call.
-
-    Raises:
-        ArtifactError: they hold something that no document can hold; it is named.
-    """
-    return encode_document(parts, axes, joint_content, namespaces=namespaces)
-
-
-def decode_joint(
-    document: Any, axes: MeshAxes, **options: Unpack[DecodingOptions]
-) -> ForwardBackward:
-    """The forward and backward of a document, as this rank would have captured and cut them.
-
-    Whether shapes are those that operators give is for a verifier to say.
-
-    Args:
-        document: as ``encode_joint`` made it, through JSON.
-        axes: names of this rank's process groups, and where it stands.
-        **options: ``DecodingOptions``.
-
-    Raises:
-        ArtifactError: the document is damaged, or names what there is not here.
-    """
-    return decode_document(document, axes, decoded_joint, **options)
-
-
-def joint_content(encoder: Encoder, parts: ForwardBackward) -> dict[str, Any]:
+def _joint_content(encoder: Encoder, parts: ForwardBackward) -> dict[str, Any]:
     """A forward and a backward, and their joint graph, as part of a document of ``encoder``."""
     joint = parts.joint
     return {
@@ -100,8 +59,8 @@ def joint_content(encoder: Encoder, parts: ForwardBackward) -> dict[str, Any]:
     }
 
 
-def decoded_joint(decoder: Decoder, content: Any) -> ForwardBackward:
-    """The forward and backward that ``joint_content`` encoded.
+def _decoded_joint(decoder: Decoder, content: Any) -> ForwardBackward:
+    """The forward and backward that ``_joint_content`` encoded.
 
     Raises:
         ArtifactError: a graph has other inputs or results than are described.
@@ -218,3 +177,7 @@ def _decoded_layouts(decoder: Decoder, content: Any) -> dict[tuple[InputKind, st
         (_input_kind(kind), str(name)): decoder.layout(layout) or PLAIN
         for kind, name, layout in content
     }
+
+
+JOINT_FORM = DocumentForm(name="joint graph", content=_joint_content, decoded=_decoded_joint)
+"""The form of a forward and a backward graph."""

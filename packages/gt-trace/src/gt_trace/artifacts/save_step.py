@@ -13,7 +13,7 @@ from gt_trace._torch_internals import FakeTensorMode
 from gt_trace.artifacts.container import open_container, write_container
 from gt_trace.artifacts.mesh_axes import MeshAxes, meshes_of
 from gt_trace.artifacts.operators import NAMESPACES
-from gt_trace.artifacts.step_document import decode_step, encode_step
+from gt_trace.artifacts.step_document import STEP_FORM
 from gt_trace.artifacts.step_identity import identity_of_module, identity_of_step
 from gt_trace.capture.module_state import collect_state
 from gt_trace.capture.subclass_layout import flatten_tensor
@@ -55,7 +55,7 @@ def save(
     """
     own = [mesh for layout in step.state_layouts for mesh in meshes_of(layout)]
     axes = MeshAxes.of([*own, *meshes], groups=groups)
-    encoded = encode_step(step, axes, namespaces=NAMESPACES | set(namespaces))
+    encoded = STEP_FORM.encode(step, axes, namespaces=NAMESPACES | set(namespaces))
     write_container(
         path,
         kind=_KIND,
@@ -102,7 +102,7 @@ def load(
     axes = MeshAxes.of([*own, *meshes], groups=groups)
     fingerprint = identity_of_module(module, axes, identity)
     with open_container(path, kind=_KIND, fingerprint=fingerprint) as container:
-        return decode_step(
+        return STEP_FORM.decode(
             container.document(_DOCUMENT),
             axes,
             blob=container.blob,

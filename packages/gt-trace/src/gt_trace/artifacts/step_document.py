@@ -2,52 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any, Unpack
+from typing import Any
 
 from gt_trace.artifacts.decoder import Decoder
-from gt_trace.artifacts.encoded_document import (
-    DecodingOptions,
-    EncodedDocument,
-    decode_document,
-    encode_document,
-)
+from gt_trace.artifacts.encoded_document import DocumentForm
 from gt_trace.artifacts.encoder import Encoder
-from gt_trace.artifacts.mesh_axes import MeshAxes
-from gt_trace.artifacts.operators import NAMESPACES
 from gt_trace.capture.subclass_layout import PLAIN, TensorLayout
 from gt_trace.capture.traced_step import TracedStep
 from gt_trace.errors import ArtifactError
-
-
-def encode_step(
-    step: TracedStep, axes: MeshAxes, *, namespaces: Collection[str] = NAMESPACES
-) -> EncodedDocument:
-    """A captured step as a document that is the same on all ranks that are alike.
-
-    Args:
-        step: as captured, or after passes that generate no code.
-        axes: names of this rank's process groups.
-        namespaces: of operators that the graph may call.
-
-    Raises:
-        ArtifactError: the step holds something that no document can hold; it is named.
-    """
-    return encode_document(step, axes, step_content, namespaces=namespaces)
-
-
-def decode_step(document: Any, axes: MeshAxes, **options: Unpack[DecodingOptions]) -> TracedStep:
-    """The step of a document, as this rank would have captured it.
-
-    Args:
-        document: as ``encode_step`` made it, through JSON.
-        axes: names of this rank's process groups, and where it stands.
-        **options: ``DecodingOptions``.
-
-    Raises:
-        ArtifactError: the document is damaged, or names what there is not here.
-    """
-    return decode_document(document, axes, decoded_step, **options)
 
 
 def step_content(encoder: Encoder, step: TracedStep) -> dict[str, Any]:
@@ -94,3 +56,7 @@ def decoded_step(decoder: Decoder, content: Any) -> TracedStep:
 
 def _of_state(layout: TensorLayout | None) -> TensorLayout:
     return PLAIN if layout is None else layout
+
+
+STEP_FORM = DocumentForm(name="training step", content=step_content, decoded=decoded_step)
+"""The form of a captured step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +24,12 @@ from gt_trainer.dry_run.step_facts import StepFacts, step_facts
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_microbatches import MicrobatchProgram, microbatches
 from gt_trainer.steps.captured_step import WholeStepProgram, whole_step
-from gt_trainer.steps.program import CaptureReport, capture_program, tracing_options
+from gt_trainer.steps.program import (
+    CaptureReport,
+    ProgramToCapture,
+    capture_program,
+    tracing_options,
+)
 from gt_trainer.steps.recipe import Recipe
 from gt_trainer.trainer import GraphTrainer, input_preparers_of
 
@@ -51,7 +57,7 @@ class CapturedDryStep:
             trace_path: where to write a Perfetto trace; None writes none.
         """
         return simulate_run(
-            _graphs(self.report),
+            self.report.program.captured,
             self.facts,
             labels=group_labels(self.parallel_dims),
             hardware=hardware,
@@ -76,22 +82,24 @@ def capture_dry_step(
     """
     stored = [p.to_local() if isinstance(p, DTensor) else p for p in step.model.parameters()]
     facts = step_facts(config, step.parallel_dims, stored, flops_per_token=step.flops_per_token)
-    report = _capture(config, step, clock, num_microbatches=facts.num_microbatches)
+    asked: ProgramToCapture[Any] = step_program(
+        config, step, num_microbatches=facts.num_microbatches
+    )
+    recipe = Recipe(
+        options=config.compile,
+        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+        debug_folder=Path(config.dump_folder) / "graph_passes" / "dry_run",
+        compiler=DescribeOnly(),
+    )
+    report = capture_program(asked, recipe=recipe, clock=clock)
     return CapturedDryStep(
         report=report,
         stored=stored,
         facts=facts,
         parallel_dims=step.parallel_dims,
-        host=_host(config, _graphs(report)),
+        host=_host(config, report.program.captured),
         attention_note=_attention_note(step.model),
     )
-
-
-def _graphs(
-    report: CaptureReport[WholeStepProgram] | CaptureReport[MicrobatchProgram],
-) -> TracedStep | AccumulationGraphs:
-    program = report.program
-    return program.traced if isinstance(program, WholeStepProgram) else program.cut
 
 
 def _host(config: GraphTrainer.Config, captured: TracedStep | AccumulationGraphs) -> HostModel:
@@ -104,30 +112,23 @@ def _host(config: GraphTrainer.Config, captured: TracedStep | AccumulationGraphs
     return "eager" if has_exchange else "cuda_graph"
 
 
-def _capture(
-    config: GraphTrainer.Config, step: FakeStep, clock: StartupClock, *, num_microbatches: int
-) -> CaptureReport[WholeStepProgram] | CaptureReport[MicrobatchProgram]:
-    options = config.compile
-    recipe = Recipe(
-        options=options,
-        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
-        debug_folder=Path(config.dump_folder) / "graph_passes" / "dry_run",
-        compiler=DescribeOnly(),
-    )
+def step_program(
+    config: GraphTrainer.Config, step: FakeStep, *, num_microbatches: int
+) -> ProgramToCapture[WholeStepProgram] | ProgramToCapture[MicrobatchProgram]:
+    """Return the step of ``config`` with its loss inside, as a program to capture.
+
+    Args:
+        config: As for ``capture_dry_step``.
+        step: The step of ``config``.
+        num_microbatches: Number in a step of this rank.
+    """
     tracing = tracing_options(
-        options, input_preparers=input_preparers_of(config), meta_device=step.meta_device
+        config.compile, input_preparers=input_preparers_of(config), meta_device=step.meta_device
     )
-    if options.accumulation == "reduce_once":
-        cut = microbatches(
-            step.model,
-            step.loss_fn,
-            *step.inputs,
-            num_microbatches=num_microbatches,
-            options=tracing,
-        )
-        return capture_program(cut, recipe=recipe, clock=clock)
-    whole = whole_step(step.model, step.loss_fn, *step.inputs, options=tracing)
-    return capture_program(whole, recipe=recipe, clock=clock)
+    arguments = (step.model, step.loss_fn, *step.inputs)
+    if config.compile.accumulation == "reduce_once":
+        return microbatches(*arguments, num_microbatches=num_microbatches, options=tracing)
+    return whole_step(*arguments, options=tracing)
 
 
 def _attention_note(model: nn.Module) -> str | None:

@@ -16,6 +16,7 @@ from gt_config import Fingerprint
 from gt_trainer.artifacts.run_artifacts import RunArtifacts, artifact_folder
 from gt_trainer.artifacts.run_identity import Machine, RunSettings, topology_of_run
 from gt_trainer.artifacts.storable_graph import StoredGraph
+from gt_trainer.dry_run.captured_dry_step import step_program
 from gt_trainer.dry_run.fake_pipeline import (
     PlacedStages,
     place_fake_stages,
@@ -25,8 +26,6 @@ from gt_trainer.dry_run.fake_step import FakeStep, fake_ranks, fake_step, meta_m
 from gt_trainer.placement.planned_loss import loss_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_joint import joint_program
-from gt_trainer.steps.captured_microbatches import microbatches
-from gt_trainer.steps.captured_step import whole_step
 from gt_trainer.steps.program import ProgramToCapture, StoredProgram, tracing_options
 from gt_trainer.steps.recipe import Recipe
 from gt_trainer.steps.second_groups import create_second_groups
@@ -121,23 +120,16 @@ def _whole_program(
     config: GraphTrainer.Config, step: FakeStep, artifacts: RunArtifacts
 ) -> StoredProgram[Any]:
     options = config.compile
-    tracing = tracing_options(
-        options, input_preparers=input_preparers_of(config), meta_device=step.meta_device
-    )
     asked: ProgramToCapture[Any]
     if options.mode == "aot_joint":
         tokens, _, _, extra = step.inputs
-        asked = joint_program(step.model, (tokens,), extra, options=tracing)
-    elif options.accumulation == "reduce_once":
-        asked = microbatches(
-            step.model,
-            step.loss_fn,
-            *step.inputs,
-            num_microbatches=artifacts.settings.topology.gradient_accumulation_steps,
-            options=tracing,
+        tracing = tracing_options(
+            options, input_preparers=input_preparers_of(config), meta_device=step.meta_device
         )
+        asked = joint_program(step.model, (tokens,), extra, options=tracing)
     else:
-        asked = whole_step(step.model, step.loss_fn, *step.inputs, options=tracing)
+        count = artifacts.settings.topology.gradient_accumulation_steps
+        asked = step_program(config, step, num_microbatches=count)
     return StoredProgram(
         asked=asked,
         recipe=Recipe(

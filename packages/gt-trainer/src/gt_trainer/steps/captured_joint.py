@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, ClassVar
 
 from torch import nn
 
 from gt_config.graph_kinds import GraphKind
 from gt_passes import PassContext
-from gt_trace.artifacts.encoded_document import DecodingOptions, EncodedDocument
-from gt_trace.artifacts.joint_document import decode_joint, encode_joint
-from gt_trace.artifacts.mesh_axes import MeshAxes
+from gt_trace.artifacts.encoded_document import DocumentForm
+from gt_trace.artifacts.joint_document import JOINT_FORM
 from gt_trace.capture.bound_inputs import BoundInputs
 from gt_trace.joint import ForwardBackward, export_joint_graph, partition
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.steps.prepared_inputs import for_model_calls
 from gt_trainer.steps.program import (
     CaptureReport,
+    Program,
     ProgramGraph,
     ProgramToCapture,
     RunPasses,
@@ -32,21 +32,17 @@ from gt_trainer.steps.program import (
 from gt_trainer.steps.training_step import num_operators
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JointProgram:
+@dataclass(frozen=True, slots=True)
+class JointProgram(Program[ForwardBackward]):
     """The forward and the backward graph of a model; see ``Program``."""
 
-    kind: ClassVar[str] = "joint graph"
+    form: ClassVar[DocumentForm[ForwardBackward]] = JOINT_FORM
     graph_kinds: ClassVar[tuple[GraphKind, ...]] = ("JOINT_FORWARD", "JOINT_BACKWARD")
-    kinds_before_cut: ClassVar[tuple[GraphKind, ...]] = ()
-    decoding_verifies: ClassVar[bool] = False
-
-    parts: ForwardBackward
 
     @property
     def graphs(self) -> tuple[ProgramGraph, ...]:
         """See ``Program``."""
-        parts, fake_mode = self.parts, self.parts.joint.fake_mode
+        parts, fake_mode = self.captured, self.captured.joint.fake_mode
         forward = PassContext(fake_mode=fake_mode, static_input_names=parts.static_input_names)
         backward = PassContext(fake_mode=fake_mode)
         return (
@@ -57,31 +53,19 @@ class JointProgram:
     @property
     def num_nodes_captured(self) -> int:
         """See ``Program``."""
-        return num_operators(self.parts.joint.graph_module)
+        return num_operators(self.captured.joint.graph_module)
 
     def text(self, report: CaptureReport[Any]) -> str:
         """See ``Program``."""
-        forward, backward = map(num_operators, (self.parts.forward, self.parts.backward))
+        forward, backward = map(num_operators, (self.captured.forward, self.captured.backward))
         return (
             f"the model: {forward:,} operators forward and {backward:,} backward after "
             f"{len(report.passes[0].records)} and {len(report.passes[1].records)} passes"
         )
 
-    def memory_text(self) -> None:
-        """See ``Program``."""
-
     def check_fits(self, model: nn.Module) -> None:
         """See ``Program``."""
-        BoundInputs(self.parts.joint, model)
-
-    def encode(self, axes: MeshAxes) -> EncodedDocument:
-        """See ``Program``."""
-        return encode_joint(self.parts, axes)
-
-    @classmethod
-    def decode(cls, document: Any, axes: MeshAxes, **options: Unpack[DecodingOptions]) -> Self:
-        """See ``Program``."""
-        return cls(parts=decode_joint(document, axes, **options))
+        BoundInputs(self.captured.joint, model)
 
 
 def joint_program(
@@ -111,7 +95,7 @@ def joint_program(
                 input_preparers=for_model_calls(options.input_preparers),
             )
             parts = partition(joint, partitioner=options.joint_partitioner)
-        return JointProgram(parts=parts), None
+        return JointProgram(parts), None
 
     return ProgramToCapture(
         program=JointProgram,

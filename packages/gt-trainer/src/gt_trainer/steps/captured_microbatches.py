@@ -8,25 +8,24 @@ first microbatch, which gathers, of those between, and of the last, which reduce
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, ClassVar
 
 from torch import nn
 
 from gt_config.graph_kinds import GraphKind
 from gt_passes import PassContext, estimate_memory, residency_table
 from gt_pipeline.graph import (
+    MICROBATCHES_FORM,
     AccumulationGraphs,
     cut_accumulation,
-    decode_accumulation,
-    encode_accumulation,
 )
-from gt_trace.artifacts.encoded_document import DecodingOptions, EncodedDocument
-from gt_trace.artifacts.mesh_axes import MeshAxes
+from gt_trace.artifacts.encoded_document import DocumentForm
 from gt_trace.capture.bound_inputs import BoundInputs
 from gt_trainer.steps.captured_step import trace_training_step
 from gt_trainer.steps.layer_tracer import CaptureLayersReport
 from gt_trainer.steps.program import (
     CaptureReport,
+    Program,
     ProgramGraph,
     ProgramToCapture,
     RunPasses,
@@ -35,21 +34,18 @@ from gt_trainer.steps.program import (
 from gt_trainer.steps.training_step import LossFunction, num_operators
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicrobatchProgram:
+@dataclass(frozen=True, slots=True)
+class MicrobatchProgram(Program[AccumulationGraphs]):
     """Up to three graphs for the microbatches of a step; see ``Program``."""
 
-    kind: ClassVar[str] = "microbatches of a training step"
+    form: ClassVar[DocumentForm[AccumulationGraphs]] = MICROBATCHES_FORM
     graph_kinds: ClassVar[tuple[GraphKind, ...]] = ("MICROBATCH",)
-    kinds_before_cut: ClassVar[tuple[GraphKind, ...]] = ()
     decoding_verifies: ClassVar[bool] = True
-
-    cut: AccumulationGraphs
 
     @property
     def graphs(self) -> tuple[ProgramGraph, ...]:
         """See ``Program``."""
-        fake_mode = self.cut.traced.fake_mode
+        fake_mode = self.captured.traced.fake_mode
         return tuple(
             ProgramGraph(
                 graph_module=each.graph_module,
@@ -58,30 +54,31 @@ class MicrobatchProgram:
                     fake_mode=fake_mode, static_input_names=each.static_input_names
                 ),
             )
-            for each in self.cut.graphs
+            for each in self.captured.graphs
         )
 
     @property
     def num_nodes_captured(self) -> int:
         """See ``Program``."""
-        return num_operators(self.cut.traced.graph_module)
+        return num_operators(self.captured.traced.graph_module)
 
     def text(self, report: CaptureReport[Any]) -> str:
         """See ``Program``."""
         counts = ", ".join(
-            f"{each.role} {num_operators(each.graph_module):,}" for each in self.cut.graphs
+            f"{each.role} {num_operators(each.graph_module):,}" for each in self.captured.graphs
         )
+        num_microbatches, num_passes = self.captured.num_microbatches, len(report.passes[0].records)
         return (
-            f"the microbatches of a training step, {self.cut.num_microbatches} of them; operators "
-            f"after {len(report.passes[0].records)} passes: {counts}"
+            f"the microbatches of a training step, {num_microbatches} of them; operators "
+            f"after {num_passes} passes: {counts}"
         )
 
     def memory_text(self) -> str:
         """See ``Program``; the last microbatch has most."""
-        last = self.cut.last
+        last = self.captured.last
         memory = estimate_memory(
             last.graph_module,
-            num_static_inputs=self.cut.traced.num_static_inputs,
+            num_static_inputs=self.captured.traced.num_static_inputs,
             released_inputs=last.released_inputs,
             input_kinds=last.input_kinds,
         )
@@ -90,16 +87,7 @@ class MicrobatchProgram:
 
     def check_fits(self, model: nn.Module) -> None:
         """See ``Program``."""
-        BoundInputs(self.cut.traced, model)
-
-    def encode(self, axes: MeshAxes) -> EncodedDocument:
-        """See ``Program``."""
-        return encode_accumulation(self.cut, axes)
-
-    @classmethod
-    def decode(cls, document: Any, axes: MeshAxes, **options: Unpack[DecodingOptions]) -> Self:
-        """See ``Program``."""
-        return cls(cut=decode_accumulation(document, axes, **options))
+        BoundInputs(self.captured.traced, model)
 
 
 def microbatches(
@@ -125,7 +113,7 @@ def microbatches(
         cut = cut_accumulation(
             traced, num_results=1, num_microbatches=num_microbatches, verify=options.verify
         )
-        return MicrobatchProgram(cut=cut), stamping
+        return MicrobatchProgram(cut), stamping
 
     return ProgramToCapture(
         program=MicrobatchProgram,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -18,21 +18,20 @@ from gt_config.graph_kinds import PIPELINE_ACTIONS, GraphKind
 from gt_passes import PassContext
 from gt_passes.ep_overlap import settle_chunk_annotations
 from gt_pipeline.graph import (
+    STAGE_FORM,
     RewrittenStage,
     capture_stage,
     cut_stage,
-    decode_stage,
-    encode_stage,
 )
 from gt_pipeline.graph.stage_inputs import StageState
-from gt_trace.artifacts.encoded_document import DecodingOptions, EncodedDocument
-from gt_trace.artifacts.mesh_axes import MeshAxes
+from gt_trace.artifacts.encoded_document import DocumentForm
 from gt_trainer.artifacts.stage_names import StageNames
 from gt_trainer.decoder.eager_chunks import chunked_for_capture
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.steps.layer_tracer import CaptureLayersReport, layer_tracer
 from gt_trainer.steps.program import (
     CaptureReport,
+    Program,
     ProgramGraph,
     ProgramToCapture,
     RunPasses,
@@ -41,65 +40,51 @@ from gt_trainer.steps.program import (
 from gt_trainer.steps.training_step import LossFunction, num_operators
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageProgram:
+@dataclass(frozen=True, slots=True)
+class StageProgram(Program[RewrittenStage]):
     """The graphs of a stage's actions; see ``Program``."""
 
-    kind: ClassVar[str] = "pipeline stage"
+    form: ClassVar[DocumentForm[RewrittenStage]] = STAGE_FORM
     graph_kinds: ClassVar[tuple[GraphKind, ...]] = ("STAGE", *PIPELINE_ACTIONS)
     kinds_before_cut: ClassVar[tuple[GraphKind, ...]] = ("STAGE",)
     decoding_verifies: ClassVar[bool] = True
 
-    rewritten: RewrittenStage
-
     @property
     def graphs(self) -> tuple[ProgramGraph, ...]:
         """See ``Program``; those that compute something."""
-        fake_mode = self.rewritten.graphs.capture.traced.fake_mode
+        fake_mode = self.captured.graphs.capture.traced.fake_mode
         return tuple(
             ProgramGraph(
-                graph_module=self.rewritten.actions[cut.kind].graph_module,
+                graph_module=self.captured.actions[cut.kind].graph_module,
                 kind=cut.kind,
                 context=PassContext(
                     fake_mode=fake_mode,
                     static_input_names=tuple(slot.name for slot in cut.static_inputs),
                 ),
             )
-            for cut in self.rewritten.graphs
+            for cut in self.captured.graphs
             if not cut.is_empty
         )
 
     @property
     def num_nodes_captured(self) -> int:
         """See ``Program``."""
-        return num_operators(self.rewritten.graphs.capture.traced.graph_module)
+        return num_operators(self.captured.graphs.capture.traced.graph_module)
 
     def text(self, report: CaptureReport[Any]) -> str:
         """See ``Program``."""
-        actions, stamping = self.rewritten.actions.values(), report.stamping
+        actions, stamping = self.captured.actions.values(), report.stamping
         counts = ", ".join(f"{a.kind} {num_operators(a.graph_module):,}" for a in actions)
-        capture = self.rewritten.graphs.capture
+        capture = self.captured.graphs.capture
         how = f" ({stamping})" if stamping and stamping.stamped else ""
         return (
             f"stage {capture.stage_index} of {capture.num_stages}{how}; "
             f"operators of its actions after passes: {counts}"
         )
 
-    def memory_text(self) -> None:
-        """See ``Program``; what a stage keeps depends on its schedule."""
-
     def check_fits(self, model: nn.Module) -> None:
         """See ``Program``."""
-        StageState(self.rewritten.graphs.capture, model)
-
-    def encode(self, axes: MeshAxes) -> EncodedDocument:
-        """See ``Program``."""
-        return encode_stage(self.rewritten, axes)
-
-    @classmethod
-    def decode(cls, document: Any, axes: MeshAxes, **options: Unpack[DecodingOptions]) -> Self:
-        """See ``Program``."""
-        return cls(rewritten=decode_stage(document, axes, **options))
+        StageState(self.captured.graphs.capture, model)
 
 
 def stage_program(
@@ -152,7 +137,7 @@ def stage_program(
             )
             rewritten = RewrittenStage.of(cut_stage(capture, verify=options.verify))
         # The forward was traced before, and is stamped last with the backward.
-        return StageProgram(rewritten=rewritten), stamped[-1] if stamped else None
+        return StageProgram(rewritten), stamped[-1] if stamped else None
 
     index, num_stages = captured_with["stage_index"], captured_with["num_stages"]
     microbatch, is_last = captured_with["inputs"], captured_with["loss_fn"] is not None

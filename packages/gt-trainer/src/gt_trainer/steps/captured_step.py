@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -14,14 +14,14 @@ from gt_config.graph_kinds import GraphKind
 from gt_passes import PassContext, estimate_memory, residency_table
 from gt_passes.ep_overlap import settle_chunk_annotations
 from gt_trace import TracedStep, phase
-from gt_trace.artifacts.encoded_document import DecodingOptions, EncodedDocument
-from gt_trace.artifacts.mesh_axes import MeshAxes
-from gt_trace.artifacts.step_document import decode_step, encode_step
+from gt_trace.artifacts.encoded_document import DocumentForm
+from gt_trace.artifacts.step_document import STEP_FORM
 from gt_trainer.decoder.eager_chunks import chunked_for_capture
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.steps.layer_tracer import CaptureLayersReport, layer_tracer
 from gt_trainer.steps.program import (
     CaptureReport,
+    Program,
     ProgramGraph,
     ProgramToCapture,
     RunPasses,
@@ -34,27 +34,23 @@ from gt_trainer.steps.training_step import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholeStepProgram:
+@dataclass(frozen=True, slots=True)
+class WholeStepProgram(Program[TracedStep]):
     """A training step as one graph; see ``Program``."""
 
-    kind: ClassVar[str] = "training step"
+    form: ClassVar[DocumentForm[TracedStep]] = STEP_FORM
     graph_kinds: ClassVar[tuple[GraphKind, ...]] = ("STEP",)
-    kinds_before_cut: ClassVar[tuple[GraphKind, ...]] = ()
-    decoding_verifies: ClassVar[bool] = False
-
-    traced: TracedStep
 
     @property
     def graphs(self) -> tuple[ProgramGraph, ...]:
         """See ``Program``."""
-        graph_module, context = self.traced.graph_module, PassContext.of_step(self.traced)
+        graph_module, context = self.captured.graph_module, PassContext.of_step(self.captured)
         return (ProgramGraph(graph_module=graph_module, kind="STEP", context=context),)
 
     @property
     def num_nodes_captured(self) -> int:
         """See ``Program``."""
-        return num_operators(self.traced.graph_module)
+        return num_operators(self.captured.graph_module)
 
     def text(self, report: CaptureReport[Any]) -> str:
         """See ``Program``."""
@@ -63,24 +59,15 @@ class WholeStepProgram:
 
     def memory_text(self) -> str:
         """See ``Program``."""
-        graph_module = self.traced.graph_module
-        memory = estimate_memory(graph_module, num_static_inputs=self.traced.num_static_inputs)
+        graph_module = self.captured.graph_module
+        memory = estimate_memory(graph_module, num_static_inputs=self.captured.num_static_inputs)
         return (
             f"Kept for the backward:\n{residency_table(graph_module)}\nEstimated memory:\n{memory}"
         )
 
     def check_fits(self, model: nn.Module) -> None:
         """See ``Program``."""
-        self.traced.bind(model)
-
-    def encode(self, axes: MeshAxes) -> EncodedDocument:
-        """See ``Program``."""
-        return encode_step(self.traced, axes)
-
-    @classmethod
-    def decode(cls, document: Any, axes: MeshAxes, **options: Unpack[DecodingOptions]) -> Self:
-        """See ``Program``."""
-        return cls(traced=decode_step(document, axes, **options))
+        self.captured.bind(model)
 
 
 def whole_step(
@@ -97,7 +84,7 @@ def whole_step(
 
     def trace(_: RunPasses) -> tuple[WholeStepProgram, CaptureLayersReport | None]:
         traced, stamping = trace_training_step(model, loss_fn, *args, options=options)
-        return WholeStepProgram(traced=traced), stamping
+        return WholeStepProgram(traced), stamping
 
     return ProgramToCapture(
         program=WholeStepProgram,

@@ -172,7 +172,7 @@ class PipelinedStep(ProgramStep[StageProgram]):
             return GraphPipelineStage(
                 part,
                 transform=lambda graph, kind, context: recipe(context, kind).run(graph),
-                rewritten=report.program.rewritten,
+                rewritten=report.program.captured,
                 trace=layer_tracer(self._setup.tracing.capture_layers),
                 verify=self._setup.tracing.verify,
                 **self._options(stage_index, microbatch),

@@ -8,10 +8,11 @@ code.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, Unpack
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ from gt_passes import (
 )
 from gt_trace import InputPreparer
 from gt_trace.artifacts.container import Container
-from gt_trace.artifacts.encoded_document import DecodingOptions, EncodedDocument
+from gt_trace.artifacts.encoded_document import DocumentForm
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.errors import ArtifactError
 from gt_trainer.artifacts.stage_names import StageNames
@@ -50,35 +51,47 @@ class ProgramGraph:
     context: PassContext
 
 
-class Program(Protocol):
+CapturedT = TypeVar("CapturedT")
+
+
+@dataclass(frozen=True, slots=True)
+class Program(ABC, Generic[CapturedT]):
     """The graphs of one form of training step."""
 
-    kind: ClassVar[str]
-    """What a container of it says that it holds."""
+    form: ClassVar[DocumentForm[Any]]
+    """The form in which its graphs are stored."""
 
     graph_kinds: ClassVar[tuple[GraphKind, ...]]
     """The kinds of graphs on which passes run, each once."""
 
-    kinds_before_cut: ClassVar[tuple[GraphKind, ...]]
+    kinds_before_cut: ClassVar[tuple[GraphKind, ...]] = ()
     """The kinds among these that are cut when their passes have run, and are not in ``graphs``."""
 
-    decoding_verifies: ClassVar[bool]
-    """Whether ``decode`` verifies the graphs, since what is cut follows from the whole."""
+    decoding_verifies: ClassVar[bool] = False
+    """Whether the graphs of a document are verified, since what is cut follows from the whole."""
+
+    captured: CapturedT
+    """The captured graphs, and what they take and give."""
 
     @property
+    @abstractmethod
     def graphs(self) -> tuple[ProgramGraph, ...]:
         """The graphs that run, in their order."""
 
     @property
+    @abstractmethod
     def num_nodes_captured(self) -> int:
         """Operators as captured, where no passes have counted them."""
 
+    @abstractmethod
     def text(self, report: CaptureReport[Any]) -> str:
         """Describe the program in a line of the log, after "Captured "."""
 
     def memory_text(self) -> str | None:
         """What is kept for the backward, and the estimated memory; None where no graph has both."""
+        return None
 
+    @abstractmethod
     def check_fits(self, model: nn.Module) -> None:
         """Check that the graphs are for a module.
 
@@ -86,23 +99,8 @@ class Program(Protocol):
             StateMismatchError: they are for another one.
         """
 
-    def encode(self, axes: MeshAxes) -> EncodedDocument:
-        """Return the graphs as a document that alike ranks share.
 
-        Raises:
-            ArtifactError: something cannot be stored; it is named.
-        """
-
-    @classmethod
-    def decode(cls, document: Any, axes: MeshAxes, **options: Unpack[DecodingOptions]) -> Self:
-        """Return the program of a document.
-
-        Raises:
-            ArtifactError: the document is damaged, or names what there is not here.
-        """
-
-
-ProgramT = TypeVar("ProgramT", bound=Program)
+ProgramT = TypeVar("ProgramT", bound=Program[Any])
 
 RunPasses = Callable[[ProgramGraph], None]
 """Runs the passes of a recipe on a graph, and keeps what they report."""
@@ -238,7 +236,8 @@ def capture_program(
 
     def run_passes(each: ProgramGraph) -> None:
         manager = recipe(each.context, each.kind)
-        run = manager.run_before_code if until_code else manager.run
+        is_cut = each.kind in asked.program.kinds_before_cut
+        run = manager.run_before_code if until_code and not is_cut else manager.run
         passes.append(run(each.graph_module))
         managers.append(manager)
 
@@ -287,7 +286,7 @@ class StoredProgram(Generic[ProgramT]):
     @property
     def kind(self) -> str:
         """See ``StorableGraph``."""
-        return self.asked.program.kind
+        return self.asked.program.form.name
 
     @property
     def identified_by(self) -> Mapping[str, Any]:
@@ -307,7 +306,8 @@ class StoredProgram(Generic[ProgramT]):
 
     def encode(self, captured: CaptureReport[ProgramT]) -> StoredGraph:
         """See ``StorableGraph``."""
-        encoded, stage = captured.program.encode(self.axes), self.asked.stage
+        program, stage = captured.program, self.asked.stage
+        encoded = program.form.encode(program.captured, self.axes)
         reports = [pass_report_as_data(each) for each in captured.passes]
         return StoredGraph(
             step=encoded.document if stage is None else stage.without(encoded.document),
@@ -319,12 +319,13 @@ class StoredProgram(Generic[ProgramT]):
         """See ``StorableGraph``."""
         with self.clock.part("load"):
             asked, document = self.asked, container.document(STEP_SECTION)
-            program = asked.program.decode(
+            graphs = asked.program.form.decode(
                 document if asked.stage is None else asked.stage.restored(document),
                 self.axes,
                 blob=container.blob,
                 fake_mode=asked.fake_mode,
             )
+            program = asked.program(graphs)
             program.check_fits(asked.model)
             reports = container.document(_PASSES)
             num_reports = len(program.kinds_before_cut) + len(program.graphs)

@@ -15,13 +15,13 @@ from gt_config import ShapeChangePolicy
 from gt_passes import release_cuda_graphs
 from gt_passes.verifier.collective_exchange import exchange_collective_digest
 from gt_pipeline.graph import AccumulatedResult, AccumulatedStep
+from gt_trace import InputMismatchError
 from gt_trainer.artifacts.run_artifacts import RunArtifacts
+from gt_trainer.device_transfer import local_part
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_joint import JointProgram, joint_program
 from gt_trainer.steps.captured_microbatches import MicrobatchProgram, microbatches
 from gt_trainer.steps.captured_step import WholeStepProgram, whole_step
-from gt_trainer.steps.gradients import accumulate_gradients
-from gt_trainer.steps.per_shape import PerShape
 from gt_trainer.steps.program import (
     CaptureReport,
     Program,
@@ -48,6 +48,49 @@ Microbatch = tuple[Batch, torch.Tensor]
 
 class UnlikeMicrobatchesError(ValueError):
     """Microbatches of one step have different shapes, and share graphs."""
+
+
+class PerShape:
+    """Captures on the first call, and again for other inputs if the policy says so.
+
+    Args:
+        capture: makes, of the (args, kwargs) of a call, what runs such calls. That raises
+            ``InputMismatchError`` before it runs anything, if it does not fit a call.
+        policy: "error" lets that error through; "recapture" captures for the new inputs and keeps
+            what was captured before.
+    """
+
+    def __init__(
+        self,
+        capture: Callable[[tuple[Any, ...], dict[str, Any]], Callable[..., Any]],
+        *,
+        policy: ShapeChangePolicy,
+    ) -> None:
+        self._capture = capture
+        self._policy = policy
+        self._bound: list[Callable[..., Any]] = []
+        """The one used last comes first."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run what fits the call.
+
+        Raises:
+            InputMismatchError: nothing does, and the policy is "error".
+        """
+        if not self._bound:
+            self._bound.append(self._capture(args, kwargs))
+        if self._policy == "error":
+            return self._bound[0](*args, **kwargs)
+        for bound in self._bound:
+            try:
+                result = bound(*args, **kwargs)
+            except InputMismatchError:
+                continue
+            self._bound.remove(bound)
+            self._bound.insert(0, bound)
+            return result
+        self._bound.insert(0, self._capture(args, kwargs))
+        return self._bound[0](*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +261,7 @@ class CapturedTrainingStep(ModelStep[WholeStepProgram]):
         return whole_step(self._model, self._loss_fn, *args, options=self._setup.tracing)
 
     def _bind(self, program: WholeStepProgram) -> Callable[..., Any]:
-        return program.traced.bind(self._model)
+        return program.captured.bind(self._model)
 
 
 class JointStep(ModelStep[JointProgram]):
@@ -248,7 +291,7 @@ class JointStep(ModelStep[JointProgram]):
         return joint_program(self._model, args, kwargs, options=self._setup.tracing)
 
     def _bind(self, program: JointProgram) -> Callable[..., Any]:
-        return program.parts.bind(self._model)
+        return program.captured.bind(self._model)
 
 
 class ReduceOnceStep(ModelStep[MicrobatchProgram]):
@@ -293,7 +336,7 @@ class ReduceOnceStep(ModelStep[MicrobatchProgram]):
         )
 
     def _bind(self, program: MicrobatchProgram) -> Callable[..., AccumulatedResult]:
-        step = AccumulatedStep(program.cut, self._model)
+        step = AccumulatedStep(program.captured, self._model)
         self._steps.append(step)
         if step.left_alone:
             logger.warning(
@@ -325,3 +368,46 @@ def _refuse_unlike(batches: Sequence[Microbatch]) -> None:
                 "microbatches that gather and reduce once run the same graphs. Give batches of "
                 "one shape, or --compile.accumulation every_microbatch"
             )
+
+
+# From the gradients that a captured step returns to ``param.grad``, as autograd would leave them:
+# the first gradient is taken as it is if it is laid out like the parameter and belongs to no other
+# tensor, later ones are added in place.
+
+
+def accumulate_gradients(
+    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> None:
+    """Add ``gradients`` to the ``.grad`` of ``parameters``, in place where there is one.
+
+    Args:
+        parameters: leaves, in the order of the gradients.
+        gradients: one for each parameter, of its shape, dtype and placement; None where the loss
+            does not depend on it, which leaves ``.grad`` alone.
+    """
+    # Two parameters that are only ever added have one and the same gradient, which clipping would
+    # scale twice.
+    taken = {_storage(parameter) for parameter in parameters}
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None:
+            continue
+        if parameter.grad is None:
+            parameter.grad = _own(parameter, gradient, taken)
+            taken.add(_storage(parameter.grad))
+        else:
+            local_part(parameter.grad).add_(local_part(gradient))
+
+
+def _own(parameter: torch.Tensor, gradient: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """The gradient, or a copy of it if its memory is another's or laid out otherwise."""
+    is_alone = _storage(gradient) not in taken
+    if is_alone and local_part(gradient).stride() == local_part(parameter).stride():
+        return gradient
+    copy = torch.empty_like(parameter, requires_grad=False)
+    local_part(copy).copy_(local_part(gradient))
+    return copy
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Identifies the memory behind a tensor."""
+    return local_part(tensor).untyped_storage().data_ptr()

@@ -1,8 +1,9 @@
-"""A stage's graphs as JSON: what is read again runs like what was captured, or is refused."""
+"""Stages and microbatches as JSON: what is read again runs like what was captured, or is refused."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from accumulated_steps import cut, through_json, train_like_eager
 from exchange_stages import load_like_captured
 from stage_models import ACTIVATION, Block, CountingBlock, Selecting, same_bits, squared_error
+from test_accumulated_step import batches
 from test_offloaded_stages import offload, trained
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -19,13 +22,17 @@ from torch.fx import GraphModule
 from gt_passes import PassContext, PassManager, RemoveDeadCode
 from gt_pipeline.errors import StageCaptureError
 from gt_pipeline.graph import (
+    MICROBATCHES_FORM,
+    STAGE_FORM,
+    AccumulatedStep,
+    AccumulationGraphs,
     GraphPipelineStage,
     RewrittenStage,
     capture_stage,
-    decode_stage,
-    encode_stage,
 )
 from gt_pipeline.runner import MicrobatchInputs
+from gt_trace import graph_text
+from gt_trace.artifacts.encoded_document import DocumentForm
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.artifacts.rank_differences import document_differences
 from gt_trace.errors import ArtifactError
@@ -41,13 +48,13 @@ def new_stage(module: nn.Module, **options: Any) -> GraphPipelineStage:
 
 
 def stored(stage: GraphPipelineStage) -> tuple[str, Any]:
-    encoded = encode_stage(stage.rewritten, NO_AXES)
+    encoded = STAGE_FORM.encode(stage.rewritten, NO_AXES)
     return json.dumps(encoded.document), encoded.blobs.__getitem__
 
 
 def loaded(stage: GraphPipelineStage, **options: Any) -> RewrittenStage:
     text, blob = stored(stage)
-    return decode_stage(json.loads(text), NO_AXES, blob=blob, **options)
+    return STAGE_FORM.decode(json.loads(text), NO_AXES, blob=blob, **options)
 
 
 def test_capture_cut_and_changed_actions_come_back_as_they_were() -> None:
@@ -61,8 +68,8 @@ def test_capture_cut_and_changed_actions_come_back_as_they_were() -> None:
         found = again.actions[kind]
         assert str(found.graph_module.graph) == str(action.graph_module.graph), kind
         assert (found.inputs, found.outputs) == (action.inputs, action.outputs), kind
-    changed = json.loads(stored(stage)[0])["content"]["changed_actions"]
-    assert list(changed) == ["FORWARD"]
+    graphs = json.loads(stored(stage)[0])["content"]["graphs"]
+    assert [kind for kind, graph in graphs.items() if graph is not None] == ["FORWARD"]
 
 
 def swap_additions(graph_module: GraphModule, kind: str, context: PassContext) -> None:
@@ -164,7 +171,7 @@ def test_equal_stages_have_one_document_but_for_names() -> None:
     for number, instead in ((3, 5), (4, 6)):
         text = re.sub(rf"(?<=layers[._]){number}(?=[._\"])", str(instead), text)
     renamed = json.loads(text)
-    renamed["content"]["stage_index"] = 2
+    renamed["content"]["facts"]["stage_index"] = 2
     assert document_differences(renamed, json.loads(other)) == []
 
 
@@ -200,45 +207,134 @@ def test_an_evaluation_alone_is_no_stage_to_train() -> None:
         new_stage(Block(), rewritten=only_forward)
 
 
-def _results_swapped(content: dict[str, Any]) -> None:
-    results = content["results"]
+def rewritten(num_microbatches: int) -> tuple[CountingBlock, AccumulationGraphs]:
+    torch.manual_seed(0)
+    module = CountingBlock()
+    graphs = cut(module, num_microbatches)
+    for each in graphs.graphs:
+        context = PassContext(
+            fake_mode=graphs.traced.fake_mode, static_input_names=each.static_input_names
+        )
+        PassManager([RemoveDeadCode()], context=context).run(each.graph_module)
+    return module, graphs
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 3])
+def test_a_loaded_step_is_the_captured_one_and_computes_the_same_bits(
+    num_microbatches: int,
+) -> None:
+    module, graphs = rewritten(num_microbatches)
+    again = through_json(graphs, NO_AXES)
+
+    assert step_differences(graphs.traced, again.traced) == []
+    for field in (f.name for f in dataclasses.fields(graphs) if f.name.startswith("num_")):
+        assert getattr(again, field) == getattr(graphs, field), field
+    for ours, theirs in zip(graphs.graphs, again.graphs, strict=True):
+        assert graph_text(theirs.graph_module) == graph_text(ours.graph_module)
+        assert dataclasses.replace(theirs, graph_module=ours.graph_module) == ours
+    loaded_module = CountingBlock()
+    loaded_module.load_state_dict(module.state_dict())
+    steps = AccumulatedStep(graphs, module), AccumulatedStep(again, loaded_module)
+    results = [step(batches(num_microbatches)) for step in steps]
+    for field in ("results", "gradients"):
+        pairs = zip(*(getattr(each, field) for each in results), strict=True)
+        assert all(
+            torch.equal(*pair) if field == "gradients" else pair[0] == pair[1] for pair in pairs
+        )
+    assert torch.equal(module.seen, loaded_module.seen)
+
+
+def test_a_loaded_step_gathers_and_reduces_once(two: GlooWorkers) -> None:
+    captured, loaded = (two.run(train_like_eager, 3, is_stored) for is_stored in (False, True))
+    assert [differing for differing, _ in loaded] == [[], []]
+    assert loaded == captured
+
+
+Content = dict[str, Any]
+
+
+def stage_document() -> Any:
+    return json.loads(_stored_with_a_changed_forward()[0])
+
+
+def microbatches_document() -> Any:
+    _, graphs = rewritten(2)
+    return json.loads(json.dumps(MICROBATCHES_FORM.encode(graphs, NO_AXES).document))
+
+
+def _results_swapped(content: Content) -> None:
+    results = content["facts"]["results"]
     results[0], results[1] = results[1], results[0]
 
 
-def _one_result_less(content: dict[str, Any]) -> None:
-    content["results"].pop()
+def _one_result_less(content: Content) -> None:
+    content["facts"]["results"].pop()
 
 
-def _another_action(content: dict[str, Any]) -> None:
-    content["changed_actions"]["OVERLAP_F_B"] = content["changed_actions"]["FORWARD"]
+def _another_action(content: Content) -> None:
+    content["graphs"]["OVERLAP_F_B"] = content["graphs"]["FORWARD"]
 
 
-def _backward_for_forward(content: dict[str, Any]) -> None:
-    content["changed_actions"]["FULL_BACKWARD"] = content["changed_actions"]["FORWARD"]
+def _backward_for_forward(content: Content) -> None:
+    content["graphs"]["FULL_BACKWARD"] = content["graphs"]["FORWARD"]
 
 
-def _unknown_slot(content: dict[str, Any]) -> None:
-    content["results"][0][0] = "saved value"
+def _unknown_slot(content: Content) -> None:
+    content["facts"]["results"][0][0] = "saved value"
+
+
+def _no_last(content: Content) -> None:
+    del content["graphs"]["last"]
+
+
+def _swapped(content: Content) -> None:
+    graphs = content["graphs"]
+    graphs["first"], graphs["last"] = graphs["last"], graphs["first"]
+
+
+def _one_microbatch(content: Content) -> None:
+    content["facts"]["num_microbatches"] = 1
+
+
+def _more_results(content: Content) -> None:
+    content["facts"]["num_results"] = 100
+
+
+def _results_less(content: Content) -> None:
+    content["facts"]["num_results"] = 0
+
+
+def _another_form(content: Content) -> None:
+    content["form"] = "training step"
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("form", "damage", "message"),
     [
-        (_results_swapped, "a stage that cannot be: .*cannot be cut into actions"),
-        (_one_result_less, "results are described"),
-        (_another_action, "no graphs of OVERLAP_F_B"),
-        (_backward_for_forward, "describes FULL_BACKWARD of stage 1 wrongly"),
-        (_unknown_slot, "a result of a stage is a 'saved value'"),
+        (STAGE_FORM, _results_swapped, "a stage that cannot be: .*cannot be cut into actions"),
+        (STAGE_FORM, _one_result_less, "results are described"),
+        (STAGE_FORM, _another_action, r"graphs of .*OVERLAP_F_B are stored, and not of \['UNSHARD"),
+        (STAGE_FORM, _backward_for_forward, "the FULL_BACKWARD graph of stage 1 wrongly"),
+        (STAGE_FORM, _unknown_slot, "a result of a stage is a 'saved value'"),
+        (STAGE_FORM, _another_form, "is of a 'training step', and not of a 'pipeline stage'"),
+        (
+            MICROBATCHES_FORM,
+            _no_last,
+            r"graphs of first are stored, and not of \['first', 'last'\]",
+        ),
+        (MICROBATCHES_FORM, _swapped, "the first graph of a step of microbatches wrongly"),
+        (MICROBATCHES_FORM, _one_microbatch, "a step of 1 microbatches is not cut"),
+        (MICROBATCHES_FORM, _more_results, "a step has 100 results of each microbatch"),
+        (MICROBATCHES_FORM, _results_less, "the last graph of a step of microbatches wrongly"),
     ],
 )
 def test_a_document_that_contradicts_itself_is_refused(
-    damage: Callable[[dict[str, Any]], None], message: str
+    form: DocumentForm[Any], damage: Callable[[Content], None], message: str
 ) -> None:
-    text, blob = _stored_with_a_changed_forward()
-    document = json.loads(text)
+    document = stage_document() if form is STAGE_FORM else microbatches_document()
     damage(document["content"])
     with pytest.raises(ArtifactError, match=message):
-        decode_stage(document, NO_AXES, blob=blob)
+        form.decode(document, NO_AXES, blob={}.__getitem__)
 
 
 _STORED: list[tuple[str, Any]] = []
@@ -250,13 +346,13 @@ def _stored_with_a_changed_forward() -> tuple[str, Any]:
     return copy.deepcopy(_STORED[0])
 
 
-def test_a_joint_graph_that_lies_about_shapes_is_refused() -> None:
+def test_a_whole_graph_that_lies_about_shapes_is_refused() -> None:
     text, blob = _stored_with_a_changed_forward()
     document = json.loads(text)
-    nodes = document["content"]["joint"]["graph"]["nodes"]
+    nodes = document["content"]["whole"]["graph"]["nodes"]
     product = next(n for n in nodes if n[0] == "c" and n[1].startswith(("addmm", "mm")))
     other = next(n for n in nodes if n[0] == "p")
     value = next(pair for pair in product[5] if pair[0] == "val")
     value[1] = next(pair[1] for pair in other[5] if pair[0] == "val")
-    with pytest.raises(ArtifactError, match="describes the joint graph of stage 1 wrongly"):
-        decode_stage(document, NO_AXES, blob=blob)
+    with pytest.raises(ArtifactError, match="describes the whole graph of stage 1 wrongly"):
+        STAGE_FORM.decode(document, NO_AXES, blob=blob)
