@@ -18,8 +18,8 @@ from gt_trainer.models.llama3 import llama3_debugmodel
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_microbatches import microbatches
 from gt_trainer.steps.captured_step import whole_step
-from gt_trainer.steps.program_step import accumulate_gradients
 from gt_trainer.steps.program import capture_program
+from gt_trainer.steps.program_step import accumulate_gradients
 from gt_trainer.steps.recipe import Recipe
 from gt_trainer.trainer import GraphTrainer
 

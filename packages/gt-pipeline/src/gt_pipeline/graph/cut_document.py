@@ -233,8 +233,9 @@ STAGE_FORM = DocumentForm(name="pipeline stage", content=_stage_content, decoded
 
 def _microbatches_content(encoder: Encoder, graphs: AccumulationGraphs) -> dict[str, Any]:
     facts = {"num_results": graphs.num_results, "num_microbatches": graphs.num_microbatches}
-    modules = {each.role: each.graph_module for each in graphs.graphs}
-    return _content(encoder, graphs.traced, facts, modules)
+    return _content(
+        encoder, graphs.traced, facts, {each.role: each.graph_module for each in graphs.graphs}
+    )
 
 
 def _decoded_microbatches(decoder: Decoder, content: Any) -> AccumulationGraphs:

@@ -15,7 +15,7 @@ from gt_config import ShapeChangePolicy
 from gt_passes import release_cuda_graphs
 from gt_passes.verifier.collective_exchange import exchange_collective_digest
 from gt_pipeline.graph import AccumulatedResult, AccumulatedStep
-from gt_trace import InputMismatchError
+from gt_trace import BoundStep, InputMismatchError
 from gt_trainer.artifacts.run_artifacts import RunArtifacts
 from gt_trainer.device_transfer import local_part
 from gt_trainer.startup import StartupClock
@@ -39,7 +39,7 @@ from gt_trainer.steps.training_step import (
     loss_of_batch,
 )
 
-ProgramT = TypeVar("ProgramT", bound=Program)
+ProgramT = TypeVar("ProgramT", bound=Program[Any])
 
 
 Microbatch = tuple[Batch, torch.Tensor]
@@ -260,7 +260,7 @@ class CapturedTrainingStep(ModelStep[WholeStepProgram]):
         assert not kwargs
         return whole_step(self._model, self._loss_fn, *args, options=self._setup.tracing)
 
-    def _bind(self, program: WholeStepProgram) -> Callable[..., Any]:
+    def _bind(self, program: WholeStepProgram) -> BoundStep:
         return program.captured.bind(self._model)
 
 
