@@ -59,7 +59,7 @@ def outside_any_job(monkeypatch):
         ["--training.steps", "-3"],
         ["--nproc", "4", "--parallelism.tensor_parallel_degree", "3"],
         ["--dry-run", "--compile.passes", "nonsense"],
-        ["--help-all", "--config", "qwen3_14b"],
+        ["--compile.mode", "none", "--compile.prefetch_layers", "3"],
         ["report", "no/such/folder"],
     ],
     ids=" ".join,

@@ -74,7 +74,7 @@ def test_the_flags_of_a_module_of_the_users_are_left_for_tyro():
 
 
 def test_flags_are_left_for_tyro_when_the_table_is_of_another_torchtitan(monkeypatch):
-    monkeypatch.setattr("gt_trainer.command_line.known_flags._entries", lambda config: None)
+    monkeypatch.setattr("gt_trainer.command_line.known_flags._table", lambda: None)
     assert parse_command_line(["--training.new", "3"]).overrides == ("--training.new", "3")
 
 

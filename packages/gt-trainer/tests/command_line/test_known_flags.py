@@ -5,13 +5,8 @@ import json
 
 import pytest
 
-from gt_trainer.command_line.known_flags import (
-    TABLE,
-    explain_flags,
-    full_help,
-    names_in,
-)
-from gt_trainer.command_line.overrides import apply_overrides, help_entries
+from gt_trainer.command_line.known_flags import TABLE, explain_flags
+from gt_trainer.command_line.overrides import apply_overrides, flags_in, help_text
 from gt_trainer.command_line.write_known_flags import make_table
 from gt_trainer.models.llama3 import llama3_debugmodel
 
@@ -101,26 +96,15 @@ def test_a_value_that_fits_is_left_for_tyro(arguments):
 
 
 def test_every_flag_that_the_help_shows_is_accepted():
-    assert LEARNING_RATE in names_in(help_entries(llama3_debugmodel()))
+    assert LEARNING_RATE in flags_in(help_text(llama3_debugmodel()))
     assert not explain_flags([LEARNING_RATE, "1e-4"])
     changed = apply_overrides(llama3_debugmodel(), [LEARNING_RATE, "1e-4"])
     assert changed.optimizer.param_groups[0].optimizer_kwargs["lr"] == 1e-4
 
 
-def test_the_help_has_the_defaults_of_the_configuration_and_no_comments():
-    debug, published = full_help("llama3_debugmodel"), full_help("llama3_8b")
-    assert "How many train steps to run (default: 20)" in debug
-    assert "How many train steps to run (default: 1000)" in published
-    assert "--dataloader.split" in debug
-    assert "--dataloader.split" not in published
-    assert "type: ignore" not in debug
-    assert "noqa" not in debug
-
-
 def test_nothing_is_known_of_another_torchtitan(monkeypatch):
-    monkeypatch.setattr("gt_trainer.command_line.known_flags._entries", lambda config: None)
+    monkeypatch.setattr("gt_trainer.command_line.known_flags._table", lambda: None)
     assert explain_flags(["--nonsense"]) == []
-    assert full_help("llama3_debugmodel") is None
 
 
 def test_lists_of_lists_are_left_to_tyro():

@@ -8,8 +8,7 @@ from gt_trainer.command_line.command_line import (
     parse_command_line,
     usage,
 )
-from gt_trainer.command_line.known_flags import known_settings
-from gt_trainer.command_line.short_names import SHORT_NAMES
+from gt_trainer.command_line.known_flags import SHORT_NAMES, known_settings
 from gt_trainer.models.catalog import CATALOG
 
 

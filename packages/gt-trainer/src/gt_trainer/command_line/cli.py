@@ -32,7 +32,6 @@ from gt_trainer.command_line.command_line import (
     usage,
 )
 from gt_trainer.command_line.early_refusal import refuse_early
-from gt_trainer.command_line.known_flags import full_help, help_text
 from gt_trainer.command_line.load_configuration import load_configuration
 from gt_trainer.late_imports import left_out
 from gt_trainer.launcher import (
@@ -51,7 +50,7 @@ from gt_trainer.metrics.metrics_history import (
     MetricsHistoryError,
     read_metrics,
 )
-from gt_trainer.models.catalog import CATALOG, INTENDED_WORLD_SIZE
+from gt_trainer.models.catalog import INTENDED_WORLD_SIZE
 from gt_trainer.report.dump_folder import ReportError, read_run
 from gt_trainer.report.page import report_page
 from gt_trainer.run_files import REPORT_FILE, STARTS_FILE
@@ -140,10 +139,6 @@ def _version(name: str) -> str:
 
 
 def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) -> int:
-    if command.action == "help-all" and command.module in CATALOG:
-        known_help = full_help(command.config)
-        if known_help is not None:
-            return _print(known_help)
     num_ranks = command.num_processes or 1
     if command.action in ("dry-run", "precompile"):  # for ranks that do not exist
         world_size = command.world_size or INTENDED_WORLD_SIZE.get(command.config, 1)
@@ -176,7 +171,7 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
         from gt_trainer.preflight import plain_settings, preflight, settled_defaults
         from gt_trainer.run_lock import use_of
     if command.action == "help-all":
-        return _print(help_text(overrides.help_entries(config)))
+        return _print(overrides.help_text(config))
     configured = plain_settings.settings_of(config)
     config = overrides.apply_overrides(config, command.overrides)
     asked = flags_given(command.overrides)

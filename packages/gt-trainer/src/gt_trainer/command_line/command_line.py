@@ -18,18 +18,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from gt_trainer.command_line.known_flags import explain_flags, with_underscores
+from gt_trainer.command_line.known_flags import (
+    SHORT_NAMES,
+    contradictory_spellings,
+    explain_flags,
+    with_underscores,
+    written_out,
+)
 from gt_trainer.command_line.near_matches import did_you_mean
 from gt_trainer.command_line.plan_options import (
     PLAN_OPTIONS,
     TAKES_FLAGS,
     PlanOptions,
     plan_options,
-)
-from gt_trainer.command_line.short_names import (
-    SHORT_NAMES,
-    contradictory_spellings,
-    written_out,
 )
 from gt_trainer.command_line.usage import USAGE
 from gt_trainer.launcher.rendezvous import Rendezvous

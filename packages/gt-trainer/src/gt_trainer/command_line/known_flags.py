@@ -1,10 +1,10 @@
-"""The flags of the configuration, judged and listed before torch is imported.
+"""The flags of the configuration, judged before torch is imported.
 
-The flags are the fields of dataclasses that take seconds to import. ``known_flags.json``
-holds what tyro's help says of each, for every configuration of the catalog, the values that
-``early_refusal`` judges, and the versions that it was made with. With another torchtitan or tyro
-installed the table is not consulted: misspelled flags and values are found after the import, and
---help-all waits for it. What the table passes, tyro still judges (``overrides``).
+The flags are fields of dataclasses that take seconds to import: a refusal takes 0.3 seconds with
+the table ``known_flags.json``, and 12 without it. It holds what each flag takes, the values of
+every configuration of the catalog that ``early_refusal`` judges, and the versions that it was made
+with. With another torchtitan or tyro installed it is not consulted: misspelled flags and values are
+found after the import. What the table passes, tyro still judges (``overrides``).
 
 ``write_known_flags`` writes the table anew; a test fails when it is out of date.
 """
@@ -15,26 +15,18 @@ import contextlib
 import functools
 import importlib.metadata
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from gt_trainer.command_line.near_matches import did_you_mean
 from gt_trainer.preflight.option_declarations import ModelNumbers
 
 TABLE = Path(__file__).with_suffix(".json")
-"""File with the help on every flag, and the versions that it was made with."""
+"""File with what every flag takes, and the versions that it was made with."""
 
-HELP_COLUMNS = 100
-"""Width of the help's text."""
-
-PACKAGE = str(Path(__file__).parents[1])
-"""Folder of the package, which stands as GT_TRAINER in the table."""
-
-_FLAG_NAME = re.compile(r"--[\w.]+")
-_CHOICE = re.compile(r"• (\w+):")
 _SEPARATED = "A,B,C,..."
 _NUMBERS = "[FLOAT [FLOAT ...]]"
 _KINDS: Mapping[str, tuple[Callable[[str], object], str]] = {
@@ -50,11 +42,11 @@ def explain_flags(arguments: Iterable[str]) -> list[str]:
     Args:
         arguments: Flags and values as typed, without our own options.
     """
-    entries = _entries(None)
-    if entries is None:
+    table = _table()
+    if table is None:
         return []
-    kinds = {name: kind for entry in entries.values() for name, kind in _named(entry)}
-    own_flags = {f"--{choice}" for entry in entries.values() for choice in _CHOICE.findall(entry)}
+    kinds: dict[str, str] = table["kinds"]
+    own_flags = {f"--{choice}" for choice in table["choices"]}
     problems: list[str] = []
     for typed, values in typed_pairs(arguments):
         name = with_underscores(typed)
@@ -64,16 +56,6 @@ def explain_flags(arguments: Iterable[str]) -> list[str]:
         elif not name.startswith("--tyro_") and name.rpartition(".")[0] not in own_flags:
             problems.append(f"no flag {typed!r}.{did_you_mean(name, kinds)}")
     return list(dict.fromkeys(problems))
-
-
-def full_help(config: str) -> str | None:
-    """Return the help on every flag of a configuration of the catalog, None if it is not known.
-
-    Args:
-        config: The configuration's name.
-    """
-    entries = _entries(config)
-    return None if entries is None else help_text(entries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +93,8 @@ def known_settings(config: str) -> KnownSettings | None:
 
 def flag_kinds() -> dict[str, str]:
     """Return what each flag takes, as INT or {a,b}; empty for a switch. Nothing if not known."""
-    entries = _entries(None) or {}
-    return {name: kind for entry in entries.values() for name, kind in _named(entry)}
+    table = _table()
+    return {} if table is None else table["kinds"]
 
 
 def typed_values(arguments: Iterable[str]) -> dict[str, object]:
@@ -163,31 +145,9 @@ def typed_pairs(arguments: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
         yield found
 
 
-def help_text(entries: Mapping[str, str]) -> str:
-    """Return the text of --help-all; the entries are those of ``overrides.help_entries``."""
-    return "\n".join(entries.values()).replace("GT_TRAINER", PACKAGE) + "\n"
-
-
-def names_in(entries: Mapping[str, str]) -> list[str]:
-    """Return the flags that have an entry, negative forms of switches included."""
-    return [name for entry in entries.values() for name, _ in _named(entry)]
-
-
 def with_underscores(flag: str) -> str:
     """Return the flag as the help spells it."""
     return "--" + flag.removeprefix("--").replace("-", "_")
-
-
-@functools.cache
-def _entries(config: str | None) -> dict[str, str] | None:
-    """The help by flag, in order; None if the table does not know. Without a config, all flags."""
-    table = _table()
-    if table is None:
-        return None
-    entries: dict[str, str] = table["entries"]
-    differences: dict[str, str | None] = {} if config is None else table["differences"][config]
-    changed = {key: differences.get(key, entry) for key, entry in entries.items()}
-    return {key: entry for key, entry in changed.items() if entry is not None}
 
 
 @functools.cache
@@ -196,15 +156,6 @@ def _table() -> dict[str, Any] | None:
     made_with = ("torchtitan", "tyro")
     is_current = all(importlib.metadata.version(name) == table[name] for name in made_with)
     return table if is_current else None
-
-
-def _named(entry: str) -> Iterator[tuple[str, str]]:
-    """The flags that an entry is about, each with what it takes: INT, {a,b}, nothing."""
-    head = entry.partition("\n")[0].strip()
-    if head.startswith("-"):
-        names = _FLAG_NAME.findall(head.partition(" {")[0])
-        kind = head.partition(names[-1])[2].strip(", ")
-        yield from ((name, kind) for name in names)
 
 
 def _read_value(text: str, kind: str) -> object:
@@ -259,3 +210,52 @@ _WHY_NOT = {
     "is placed by its backend spmd_types alone, and cannot be emulated"
 }
 """What torchtitan has and a run here has not: of a flag and its value, the reason."""
+
+
+# Short names of the flags that people change most, and flags that are spelled in two ways.
+SHORT_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "--steps": "--training.steps",
+        "--lr": "--optimizer.param_groups.0.optimizer_kwargs.lr",
+        "--batch": "--training.local_batch_size",
+        "--seq-len": "--training.seq_len",
+    }
+)
+"""The flags by their short names, as the help shows them."""
+
+
+def written_out(argument: str) -> str:
+    """Return an argument with the whole name of its flag; another one as it is.
+
+    Args:
+        argument: As typed: a flag, a flag with ``=`` and its value, or a value.
+    """
+    name, has_value, value = argument.partition("=")
+    return SHORT_NAMES.get(name.replace("_", "-"), name) + has_value + value
+
+
+def contradictory_spellings(arguments: Sequence[str]) -> list[str]:
+    """Return a problem for each option that is typed by two names with two values.
+
+    A flag that is repeated as it is may follow one of a script, and its last value counts.
+
+    Args:
+        arguments: Flags and values as typed, with short names.
+    """
+    spellings: dict[str, dict[str, bool | list[str]]] = {}
+    for name, values in typed_pairs(arguments):
+        group, _, last = with_underscores(written_out(name)).rpartition(".")
+        value: bool | list[str] = values
+        if not values:  # a switch
+            value = not last.startswith("no_")
+            last = last.removeprefix("no_")
+        spellings.setdefault(f"{group}.{last}", {})[name] = value
+    problems = []
+    for flag, values_by_name in spellings.items():
+        if len({*map(repr, values_by_name.values())}) > 1:
+            told = " and ".join(
+                name if isinstance(value, bool) else f"{name} {' '.join(value)}"
+                for name, value in values_by_name.items()
+            )
+            problems.append(f"{told} are one option, {flag}, with two values: leave out one")
+    return problems

@@ -20,11 +20,13 @@ import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
 
 from gt_trainer.command_line.command_line import UsageError
-from gt_trainer.command_line.known_flags import HELP_COLUMNS, names_in, with_underscores
+from gt_trainer.command_line.known_flags import with_underscores
 from gt_trainer.command_line.near_matches import did_you_mean
 
 ConfigT = TypeVar("ConfigT")
 
+_HELP_COLUMNS = 100
+_FLAG_NAME = re.compile(r"--[\w.]+")
 _BOX = "╭╮╰╯│─- "
 _STYLE = (tyro.conf.HelptextFromCommentsOff,)
 _HINT = "\ngt-train --help-all lists every flag"
@@ -60,15 +62,15 @@ def apply_overrides(config: ConfigT, arguments: Sequence[str]) -> ConfigT:
     return result
 
 
-def help_entries(config: object) -> dict[str, str]:
-    """Return tyro's help on the configuration, by flag: headings are entries too.
+def help_text(config: object) -> str:
+    """Return tyro's help on every flag of the configuration.
 
     Args:
         config: A dataclass instance; its values are the defaults that the help names.
     """
     drawn = io.StringIO()
     with (
-        _columns(HELP_COLUMNS),
+        _columns(_HELP_COLUMNS),
         contextlib.redirect_stdout(drawn),
         contextlib.suppress(SystemExit),
     ):
@@ -82,10 +84,20 @@ def help_entries(config: object) -> dict[str, str]:
             use_underscores=True,
         )
     text = "\n".join(line.rstrip() for line in drawn.getvalue().splitlines())
-    text = re.sub(r"\n{3,}", "\n\n", text)
-    # tyro indents headings by one column, flags by two, and what it says of them by more.
-    entries = re.split(r"\n(?= \w| {2}-{1,2}\w)", text)
-    return {re.split(r"[, ]", entry.strip())[0]: entry for entry in entries}
+    return re.sub(r"\n{3,}", "\n\n", text) + "\n"
+
+
+def flags_in(text: str) -> dict[str, str]:
+    """Return the flags of a help text, each with what it takes: INT, {a,b}, nothing.
+
+    Args:
+        text: As of ``help_text``. The negative forms of switches are among the flags.
+    """
+    kinds: dict[str, str] = {}
+    for head in re.findall(r"^ {2}(-{1,2}\w.*)$", text, re.MULTILINE):
+        names = _FLAG_NAME.findall(head.partition(" {")[0])
+        kinds |= dict.fromkeys(names, head.partition(names[-1])[2].strip(", "))
+    return kinds
 
 
 @functools.cache
@@ -113,7 +125,7 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
 
 
 def _explain_unknown(unknown: Sequence[str], config: object) -> list[str]:
-    known = names_in(help_entries(config))
+    known = flags_in(help_text(config))
     names = [argument.partition("=")[0] for argument in unknown if argument.startswith("-")]
     problems = [f"no flag {name!r}.{did_you_mean(with_underscores(name), known)}" for name in names]
     if not names:  # else these are the values of the unknown flags

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gt_trainer.command_line.short_names import written_out
+from gt_trainer.command_line.known_flags import written_out
 
 TAKES_FLAGS = "--beside"
 """The option whose value begins like a flag."""

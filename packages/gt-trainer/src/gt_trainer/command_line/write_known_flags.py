@@ -6,13 +6,14 @@ import dataclasses
 import importlib
 import importlib.metadata
 import json
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gt_config.option_paths import option_at, option_paths
 from gt_passes import known_passes
-from gt_trainer.command_line.known_flags import PACKAGE, TABLE
-from gt_trainer.command_line.overrides import help_entries
+from gt_trainer.command_line.known_flags import TABLE
+from gt_trainer.command_line.overrides import flags_in, help_text
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.device import install, intended_for
 from gt_trainer.models.catalog import CATALOG
@@ -25,26 +26,21 @@ if TYPE_CHECKING:
 def make_table() -> str:
     """Return the table's text for the torchtitan that is installed. Imports all models."""
     install("cpu")
-    entries: dict[str, str] = {}
-    differences: dict[str, dict[str, str | None]] = {}
+    kinds: dict[str, str] = {}
+    choices: set[str] = set()
     settings: dict[str, dict[str, Any]] = {}
     for module, configs in CATALOG.items():
         functions = importlib.import_module(f"gt_trainer.models.{module}")
         for name in configs:
-            config = getattr(functions, name)()
-            tokenizer = config.hf_assets_path.replace(PACKAGE, "GT_TRAINER")
-            own = help_entries(dataclasses.replace(config, hf_assets_path=tokenizer))
-            entries = entries or own
-            assert own.keys() <= entries.keys(), "the first configuration has every flag"
-            differences[name] = {
-                key: own.get(key) for key in entries if own.get(key) != entries[key]
-            }
+            text = help_text(getattr(functions, name)())
+            kinds |= {flag: kind for flag, kind in flags_in(text).items() if flag not in kinds}
+            choices |= {*re.findall(r"• (\w+):", text)}
             settings[name] = _judged(getattr(functions, name), first=settings)
     table = {
         "torchtitan": importlib.metadata.version("torchtitan"),
         "tyro": importlib.metadata.version("tyro"),
-        "entries": entries,
-        "differences": differences,
+        "kinds": kinds,
+        "choices": sorted(choices),
         "settings": settings,
         "passes": sorted(known_passes()),
     }

@@ -44,7 +44,7 @@ class RunNumbers:
     """cpu or cuda; None where the device is not known yet."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Need:
     """Something without which an option does nothing."""
 
@@ -55,14 +55,14 @@ class Need:
     """What makes the option effective, as ``use --profiler.enable_profiling``; empty if nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Allowed:
     """The values that an option may have."""
 
     accepts: Callable[[Any], bool]
     text: str
     """The values in words."""
-    fix: str
+    fix: str = "give one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,19 +85,16 @@ def _count(least: int, *, also: tuple[int | None, ...] = (), words: str = "") ->
     """Whole numbers from ``least`` on; beyond 31 bits they overflow what they are given to."""
     text = f"{words}{least} or more"
     return Allowed(
-        accepts=lambda value: (
-            value in also or (isinstance(value, int) and least <= value <= LARGEST_COUNT)
-        ),
-        text=text,
-        fix=f"give {text}",
+        lambda value: value in also or (isinstance(value, int) and least <= value <= LARGEST_COUNT),
+        text,
+        f"give {text}",
     )
 
 
 def _number(accepts: Callable[[float], bool], text: str) -> Allowed:
     return Allowed(
-        accepts=lambda value: value is None or bool(math.isfinite(value) and accepts(value)),
-        text=f"a finite number, {text}",
-        fix="give one",
+        lambda value: value is None or bool(math.isfinite(value) and accepts(value)),
+        f"a finite number, {text}",
     )
 
 
@@ -119,65 +116,46 @@ _OPTIMIZERS = ("Adam", "AdamW")
 _POSITIVE = _count(1)
 _NOT_NEGATIVE = _count(0)
 _RATE = Allowed(
-    accepts=lambda value: math.isfinite(value) and 0 <= value <= _LARGEST_RATE,
-    text=f"a finite number, 0 or more and at most {_LARGEST_RATE:,}",
-    fix="give one",
+    lambda value: math.isfinite(value) and 0 <= value <= _LARGEST_RATE,
+    f"a finite number, 0 or more and at most {_LARGEST_RATE:,}",
 )
-_TEXT = Allowed(accepts=_is_text, text="a name that is not empty", fix="give one")
+_TEXT = Allowed(_is_text, "a name that is not empty")
 _SEED = Allowed(
-    accepts=lambda value: value is None or 0 <= value <= _LARGEST_SEED,
-    text="from 0 to 2**63 - 1",
-    fix="give a smaller number, 0 or more",
+    lambda value: value is None or 0 <= value <= _LARGEST_SEED,
+    "from 0 to 2**63 - 1",
+    "give a smaller number, 0 or more",
 )
-_SMALL_INT = Allowed(
-    accepts=lambda value: abs(value) <= LARGEST_COUNT, text="a number of 31 bits", fix="give one"
-)
+_SMALL_INT = Allowed(lambda value: abs(value) <= LARGEST_COUNT, "a number of 31 bits")
 _AT_MOST = replace(_SMALL_INT, accepts=lambda value: value <= LARGEST_COUNT)
 
 
 def _on(flag: str) -> Need:
-    return Need(
-        is_met=lambda run: bool(run.settings.get(flag, True)),
-        because=f"{flag} is False",
-        fix=f"use {flag}",
-    )
+    return Need(lambda run: bool(run.settings.get(flag, True)), f"{flag} is False", f"use {flag}")
 
 
 def _off(flag: str) -> Need:
-    return Need(
-        is_met=lambda run: not run.settings.get(flag, False),
-        because=f"{flag} is True",
-        fix=f"drop {flag}",
-    )
+    return Need(lambda run: not run.settings.get(flag, False), f"{flag} is True", f"drop {flag}")
 
 
 def _given(flag: str, what: str) -> Need:
     return Need(
-        is_met=lambda run: flag not in run.settings or bool(run.settings[flag]),
-        because=f"{flag} is not given",
-        fix=f"use {flag} {what}",
+        lambda run: flag not in run.settings or bool(run.settings[flag]),
+        f"{flag} is not given",
+        f"use {flag} {what}",
     )
 
 
 def _not_given(flag: str) -> Need:
-    return Need(
-        is_met=lambda run: not run.settings.get(flag),
-        because=f"{flag} says it",
-        fix=f"drop {flag}",
-    )
+    return Need(lambda run: not run.settings.get(flag), f"{flag} says it", f"drop {flag}")
 
 
 def _degree(kind: str, is_met: Callable[[Topology], bool]) -> Need:
     flag = f"--parallelism.{kind}_parallel_degree"
-    return Need(
-        is_met=lambda run: is_met(run.topology),
-        because=f"{flag} is 1",
-        fix=f"use {flag} 2 or more",
-    )
+    return Need(lambda run: is_met(run.topology), f"{flag} is 1", f"use {flag} 2 or more")
 
 
 def _never(because: str) -> Need:
-    return Need(is_met=lambda run: False, because=because, fix="")
+    return Need(lambda run: False, because, "")
 
 
 def _needs(*needs: Need, values: Allowed | None = None) -> Option:
@@ -185,45 +163,43 @@ def _needs(*needs: Need, values: Allowed | None = None) -> Option:
 
 
 _PROFILER = Need(
-    is_met=lambda run: bool(run.settings["--profiler.enable_profiling"]),
-    because="--profiler.enable_profiling is False",
-    fix="use --profiler.enable_profiling",
+    lambda run: bool(run.settings["--profiler.enable_profiling"]),
+    "--profiler.enable_profiling is False",
+    "use --profiler.enable_profiling",
 )
 _SNAPSHOTS = _on("--profiler.enable_memory_snapshot")
 _PROFILES = Need(
-    is_met=lambda run: any(
+    lambda run: any(
         run.settings.get(f"--profiler.enable_{each}", True)
         for each in ("profiling", "memory_snapshot")
     ),
-    because=_PROFILER.because,
-    fix=_PROFILER.fix,
+    _PROFILER.because,
+    _PROFILER.fix,
 )
 _A_CYCLE = Need(
-    is_met=lambda run: (
+    lambda run: (
         run.settings["--profiler.profile_freq"] <= run.settings["--training.steps"]
         or run.settings["--profiler.profile_freq"] < 1
     ),
-    because="--profiler.profile_freq is more than --training.steps and no cycle ends",
-    fix="use a smaller --profiler.profile_freq",
+    "--profiler.profile_freq is more than --training.steps and no cycle ends",
+    "use a smaller --profiler.profile_freq",
 )
 _TENSORBOARD = _on("--metrics.enable_tensorboard")
 _LOGGERS = Need(
-    is_met=lambda run: any(
+    lambda run: any(
         run.settings.get(f"--metrics.enable_{each}", True) for each in ("tensorboard", "wandb")
     ),
-    because="neither TensorBoard nor Weights & Biases is used",
-    fix="use --metrics.enable_tensorboard or --metrics.enable_wandb",
+    "neither TensorBoard nor Weights & Biases is used",
+    "use --metrics.enable_tensorboard or --metrics.enable_wandb",
 )
 _SEVERAL_RANKS = Need(
-    is_met=lambda run: run.topology.world > 1,
-    because="one rank communicates with no other",
-    fix="use more processes",
+    lambda run: run.topology.world > 1, "one rank communicates with no other", "use more processes"
 )
-_GPU = Need(is_met=lambda run: run.device != "cpu", because="the run is on cpu", fix="use a GPU")
+_GPU = Need(lambda run: run.device != "cpu", "the run is on cpu", "use a GPU")
 _FLIGHT_RECORDER = Need(
-    is_met=lambda run: run.settings.get("--comm.trace_buf_size", 1) != 0,
-    because="--comm.trace_buf_size is 0",
-    fix="use a larger one",
+    lambda run: run.settings.get("--comm.trace_buf_size", 1) != 0,
+    "--comm.trace_buf_size is 0",
+    "use a larger one",
 )
 _PIPELINE = _degree("pipeline", lambda topology: topology.pp > 1)
 _TENSOR_PARALLEL = _degree("tensor", lambda topology: topology.tp > 1)
@@ -236,14 +212,14 @@ _INITIAL = _given("--checkpoint.initial_load_path", "FOLDER")
 _MODEL_ALONE_SAVED = _on("--checkpoint.last_save_model_only")
 _VALIDATION = _on("--validator.enable")
 _EXPERTS = Need(
-    is_met=lambda run: run.model is None or run.model.num_experts is not None,
-    because="the model has no experts",
-    fix="choose a --config that has",
+    lambda run: run.model is None or run.model.num_experts is not None,
+    "the model has no experts",
+    "choose a --config that has",
 )
 _EAGER = Need(
-    is_met=lambda run: run.settings.get("--compile.mode", "none") == "none",
-    because="a captured step has no autograd when it runs",
-    fix="use --compile.mode none",
+    lambda run: run.settings.get("--compile.mode", "none") == "none",
+    "a captured step has no autograd when it runs",
+    "use --compile.mode none",
 )
 _NO_PLAN = _off("--compile.autoparallel")
 
@@ -260,33 +236,33 @@ def _decays(run: RunNumbers) -> bool:
 
 
 _DECAY = Need(
-    is_met=_decays,
-    because="--lr_scheduler.decay_ratio leaves no step to decay in",
-    fix="use a larger --lr_scheduler.decay_ratio",
+    _decays,
+    "--lr_scheduler.decay_ratio leaves no step to decay in",
+    "use a larger --lr_scheduler.decay_ratio",
 )
 _A_LONGER_SCHEDULE = Need(
-    is_met=lambda run: (
+    lambda run: (
         _decays(run)
         or run.settings["--lr_scheduler.warmup_steps"] > run.settings["--training.steps"]
         or _scheduled_steps(run) < run.settings["--training.steps"]
     ),
-    because="--lr_scheduler.decay_ratio leaves the rate as it is after the warm-up",
-    fix="use a larger --lr_scheduler.decay_ratio",
+    "--lr_scheduler.decay_ratio leaves the rate as it is after the warm-up",
+    "use a larger --lr_scheduler.decay_ratio",
 )
 
 
 def _of_dataloader(section: str, *needs: Need) -> dict[str, Option]:
     """Options of the text of one section, ``--dataloader`` or ``--validator.dataloader``."""
     workers = Need(
-        is_met=lambda run: run.settings.get(f"{section}.num_workers", 1) != 0,
-        because=f"{section}.num_workers is 0",
-        fix=f"use {section}.num_workers 1",
+        lambda run: run.settings.get(f"{section}.num_workers", 1) != 0,
+        f"{section}.num_workers is 0",
+        f"use {section}.num_workers 1",
     )
     path = _given(f"{section}.dataset_path", "FOLDER")
     is_own = Need(
-        is_met=lambda run: run.settings.get(f"{section}.dataset") != "stdlib" or path.is_met(run),
-        because=path.because,
-        fix=path.fix,
+        lambda run: run.settings.get(f"{section}.dataset") != "stdlib" or path.is_met(run),
+        path.because,
+        path.fix,
     )
     options = {
         "dataset": Option(),  # machine_violations
@@ -311,9 +287,32 @@ def _of_dataloader(section: str, *needs: Need) -> dict[str, Option]:
     }
 
 
+_SECTIONS = {
+    "--profiler.": "enable_memory_snapshot",
+    "--metrics.": "enable_tensorboard disable_color_printing enable_wandb jsonl display",
+    "--optimizer.": "implementation",
+    "--training.": "seq_len enable_cpu_offload disable_cuda_graphs dtype mixed_precision_param "
+    "mixed_precision_reduce gc_debug",
+    "--parallelism.": "data_parallel_replicate_degree data_parallel_shard_degree "
+    "fsdp_reshard_after_forward enable_fsdp_symm_mem tensor_parallel_degree spmd_backend "
+    "pipeline_parallel_degree context_parallel_degree context_parallel_load_balancer "
+    "context_parallel_ptrr_mask_key expert_parallel_degree pipeline_parallel_balance",
+    "--checkpoint.": "enable create_seed_checkpoint",
+    "--comm.": "mode",
+    "--validator.": "enable",
+    "--debug.": "deterministic batch_invariant print_config",
+    "--override.": "imports",
+    "--quantization.": "linears experts only skip emulate",
+}
+_JUDGED_ELSEWHERE = (
+    "--hf_assets_path",
+    *(f"{section}{name}" for section, names in _SECTIONS.items() for name in names.split()),
+)
+"""Options with any value of their type, or that gt-config and other modules here judge."""
+
 OPTIONS: Mapping[str, Option] = MappingProxyType(
     {
-        "--hf_assets_path": Option(),
+        **{flag: Option() for flag in _JUDGED_ELSEWHERE},
         "--dump_folder": Option(values=_TEXT),
         "--profiler.enable_profiling": _needs(_A_CYCLE),
         "--profiler.save_traces_folder": _needs(_PROFILER, values=_TEXT),
@@ -323,38 +322,29 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "--profiler.profiler_skip_first_wait": _needs(_PROFILER, values=_count(0, also=(None,))),
         "--profiler.profiler_active": _needs(_PROFILER, values=_POSITIVE),
         "--profiler.profiler_warmup": _needs(_PROFILER, values=_NOT_NEGATIVE),
-        "--profiler.enable_memory_snapshot": Option(),
         "--profiler.memory_snapshot_freq": _needs(_SNAPSHOTS, values=_count(1, also=(None,))),
         "--profiler.save_memory_snapshot_folder": _needs(_SNAPSHOTS, values=_TEXT),
         "--profiler.memory_snapshot_max_entries": _needs(_SNAPSHOTS, values=_POSITIVE),
         "--metrics.log_freq": Option(values=_POSITIVE),
-        "--metrics.enable_tensorboard": Option(),
-        "--metrics.disable_color_printing": Option(),
         "--metrics.save_tb_folder": _needs(_TENSORBOARD, values=_TEXT),
         "--metrics.save_for_all_ranks": _needs(_LOGGERS, _SEVERAL_RANKS),
-        "--metrics.enable_wandb": Option(),
-        "--metrics.jsonl": Option(),
-        "--metrics.display": Option(),
         **_of_dataloader("--dataloader"),
-        "--optimizer.implementation": Option(),
         "--optimizer.param_groups.N.pattern": Option(
-            values=Allowed(
-                accepts=_is_pattern, text="a regular expression of Python", fix="correct it"
-            )
+            values=Allowed(_is_pattern, "a regular expression of Python", "correct it")
         ),
         "--optimizer.param_groups.N.optimizer_name": Option(
             values=Allowed(
-                accepts=lambda value: value in _OPTIMIZERS,
-                text=" or ".join(map(repr, _OPTIMIZERS)),
-                fix="use one of them",
+                lambda value: value in _OPTIMIZERS,
+                " or ".join(map(repr, _OPTIMIZERS)),
+                "use one of them",
             )
         ),
         "--optimizer.param_groups.N.optimizer_kwargs.lr": Option(values=_RATE),
         "--optimizer.param_groups.N.optimizer_kwargs.betas": Option(
             values=Allowed(
-                accepts=lambda value: len(value) == 2 and all(0 <= each < 1 for each in value),
-                text="two numbers, each 0 or more and less than 1",
-                fix="give two, such as 0.9 0.95",
+                lambda value: len(value) == 2 and all(0 <= each < 1 for each in value),
+                "two numbers, each 0 or more and less than 1",
+                "give two, such as 0.9 0.95",
             )
         ),
         "--optimizer.param_groups.N.optimizer_kwargs.eps": Option(
@@ -374,30 +364,16 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "--training.global_batch_size": Option(  # plain_settings
             values=_AT_MOST
         ),
-        "--training.seq_len": Option(),  # gt-config
         "--training.max_norm": Option(
             values=Allowed(
-                accepts=lambda value: value > 0,
-                text="above 0: gradients would all be 0",
-                fix="give a larger number, or inf to clip nothing",
+                lambda value: value > 0,
+                "above 0: gradients would all be 0",
+                "give a larger number, or inf to clip nothing",
             )
         ),
         "--training.steps": Option(values=_POSITIVE),
-        "--training.enable_cpu_offload": Option(),  # placement_violations
-        "--training.disable_cuda_graphs": Option(),  # preflight
-        "--training.dtype": Option(),
-        "--training.mixed_precision_param": Option(),
-        "--training.mixed_precision_reduce": Option(),
         "--training.gc_freq": Option(values=_POSITIVE),
-        "--training.gc_debug": Option(),
-        "--parallelism.data_parallel_replicate_degree": Option(),  # gt-config
-        "--parallelism.data_parallel_shard_degree": Option(),
-        "--parallelism.fsdp_reshard_after_forward": Option(),  # idle_options
-        "--parallelism.enable_fsdp_symm_mem": Option(),  # placement_violations
-        "--parallelism.tensor_parallel_degree": Option(),
         "--parallelism.enable_sequence_parallel": _needs(_TENSOR_PARALLEL),
-        "--parallelism.spmd_backend": Option(),  # placement_violations
-        "--parallelism.pipeline_parallel_degree": Option(),
         "--parallelism.module_fqns_per_model_part": _needs(_PIPELINE),
         "--parallelism.pipeline_parallel_first_stage_less_layers": _needs(
             _PIPELINE, _STAGES_BY_COUNT, values=_NOT_NEGATIVE
@@ -411,12 +387,6 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "--parallelism.pipeline_parallel_schedule": _needs(_PIPELINE, _NAMED_SCHEDULE),
         "--parallelism.pipeline_parallel_schedule_csv": _needs(_PIPELINE),
         "--parallelism.pipeline_parallel_microbatch_size": _needs(_PIPELINE, values=_AT_MOST),
-        "--parallelism.context_parallel_degree": Option(),
-        "--parallelism.context_parallel_load_balancer": Option(),  # context_parallel_violations
-        "--parallelism.context_parallel_ptrr_mask_key": Option(),  # context_parallel_violations
-        "--parallelism.expert_parallel_degree": Option(),
-        "--parallelism.pipeline_parallel_balance": Option(),  # pipeline_violations
-        "--checkpoint.enable": Option(),
         "--checkpoint.folder": _needs(_CHECKPOINTS, values=_TEXT),
         "--checkpoint.interval": _needs(_CHECKPOINTS, _SAVES, values=_POSITIVE),
         "--checkpoint.initial_load_path": _needs(_CHECKPOINTS),
@@ -435,13 +405,12 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "--checkpoint.exclude_from_loading": _needs(
             _CHECKPOINTS,
             values=Allowed(
-                accepts=lambda value: set(value) <= {*_STATES},
-                text=f"names of {', '.join(_STATES)}",
-                fix="correct or drop it",
+                lambda value: set(value) <= {*_STATES},
+                f"names of {', '.join(_STATES)}",
+                "correct or drop it",
             ),
         ),
         "--checkpoint.enable_first_step_checkpoint": _needs(_CHECKPOINTS, _SAVES),
-        "--checkpoint.create_seed_checkpoint": Option(),  # preflight
         "--checkpoint.load_only": _needs(_CHECKPOINTS),
         "--checkpoint.async_mode": _needs(_CHECKPOINTS, _SAVES),
         "--comm.init_timeout_seconds": _needs(_SEVERAL_RANKS, values=_POSITIVE),
@@ -449,8 +418,6 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "--comm.trace_buf_size": _needs(_SEVERAL_RANKS, _GPU, values=_NOT_NEGATIVE),
         "--comm.save_traces_folder": _needs(_SEVERAL_RANKS, _GPU, _FLIGHT_RECORDER, values=_TEXT),
         "--comm.save_traces_file_prefix": _needs(_SEVERAL_RANKS, _GPU, _FLIGHT_RECORDER),
-        "--comm.mode": Option(),  # preflight
-        "--validator.enable": Option(),
         "--validator.freq": _needs(_VALIDATION, values=_POSITIVE),
         "--validator.steps": _needs(
             _VALIDATION, values=_count(1, also=(-1,), words="-1, for the whole split, or ")
@@ -463,28 +430,19 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "--debug.spmd_typechecking": _needs(
             _never("it checks --parallelism.spmd_backend spmd_types, which is not used here")
         ),
-        "--debug.deterministic": Option(),
         "--debug.deterministic_warn_only": _needs(_on("--debug.deterministic")),
         "--debug.moe_force_load_balance": _needs(_EXPERTS),
         "--debug.detect_anomaly": _needs(_EAGER),
-        "--debug.batch_invariant": Option(),  # torchtitan
-        "--debug.print_config": Option(),
         "--debug.save_config_file": Option(
             values=replace(_TEXT, accepts=lambda value: value is None or _is_text(value))
         ),
         "--debug.enable_structured_logging": _needs(
             _never("gt-train writes metrics.jsonl and begins no such log")
         ),
-        "--override.imports": Option(),  # preflight
         "--loss.num_chunks": _needs(_NO_PLAN),  # its values: plain_settings
         "--loss.loss_fn.global_vocab_size": _needs(
             _never("losses split by vocabulary need --parallelism.spmd_backend spmd_types")
         ),
-        "--quantization.linears": Option(),
-        "--quantization.experts": Option(),
-        "--quantization.only": Option(),  # quantization_violations
-        "--quantization.skip": Option(),
-        "--quantization.emulate": Option(),
     }
 )
 """Declarations by flag; ``N`` is the number of an item. Comments name other rules that judge it."""
