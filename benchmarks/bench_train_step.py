@@ -36,7 +36,7 @@ from train_step.commands import STARTUP_PARTS, STEP_PARTS, StepPart
 from train_step.contestants import NAMES, Contestant, ContestantError, ContestantName, Step
 from train_step.workloads import WORKLOADS, Workload
 
-from gt_trainer.command_line.bytecode import hint_to_compile
+from gt_trainer.late_imports import hint_to_compile
 
 _STEP_TIME_GOALS: dict[ContestantName, float] = {"graph": 0.8, "eager": 0.45}
 _STARTUP_GOALS: dict[ContestantName, float] = {"graph": 0.33}

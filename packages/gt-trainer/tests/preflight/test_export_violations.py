@@ -9,7 +9,7 @@ from torchtitan.models.gpt_oss import config_registry as gpt_oss
 from gt_config import ConfigError
 from gt_trainer.models import deepseek_v3, llama3, qwen3
 from gt_trainer.models.any_decoder import adapt_any
-from gt_trainer.preflight.export_violations import export_violations
+from gt_trainer.preflight.preflight import export_violations
 
 
 def text(config, **checkpoint):

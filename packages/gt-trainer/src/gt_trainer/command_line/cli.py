@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gt_config import ConfigError
-from gt_trainer.command_line.bytecode import hint_to_compile
 from gt_trainer.command_line.command_line import (
     HARDWARE_FOR,
     CommandLine,
@@ -33,7 +32,7 @@ from gt_trainer.command_line.command_line import (
 )
 from gt_trainer.command_line.early_refusal import refuse_early
 from gt_trainer.command_line.load_configuration import load_configuration
-from gt_trainer.late_imports import left_out
+from gt_trainer.late_imports import hint_to_compile, left_out
 from gt_trainer.launcher import (
     ForkUnsafeError,
     Rendezvous,

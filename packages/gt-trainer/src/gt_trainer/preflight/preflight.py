@@ -32,7 +32,6 @@ from gt_trainer.decoder.expert_layers import expert_layers
 from gt_trainer.device import intended_device_type
 from gt_trainer.models.hugging_face.causal_model import CausalModel
 from gt_trainer.preflight.context_parallel_violations import context_parallel_violations
-from gt_trainer.preflight.export_violations import export_violations
 from gt_trainer.preflight.machine_violations import machine_violations
 from gt_trainer.preflight.option_declarations import ModelNumbers, RunNumbers
 from gt_trainer.preflight.pass_options import RunOptions, bitwise_violations, pass_violations
@@ -435,3 +434,42 @@ def _operators_of_no_module(saved_ops: tuple[str, ...], model: nn.Module) -> Ite
                 allowed=f"a pattern of module names before '::', such as {', '.join(shown)}",
                 fix="correct or drop it",
             )
+
+
+# Weights in Hugging Face's form, judged before they are trained: torchtitan's adapters pass over
+# names that they do not know, and the file that is left lacks them.
+_EXPORT = "--checkpoint.last_save_in_hf"
+
+
+def export_violations(config: Any) -> Iterator[Violation]:
+    """Yield what the last save would lose, if it is to be in Hugging Face's form.
+
+    Args:
+        config: a ``GraphTrainer.Config``.
+    """
+    spec = config.model_spec
+    if not config.checkpoint.last_save_in_hf or not config.checkpoint.enable or spec is None:
+        return
+    if spec.state_dict_adapter is None:
+        yield Violation(
+            flag=_EXPORT,
+            value=True,
+            allowed=f"False for {spec.name}, which has no state_dict_adapter",
+            fix=_LEAVE_OUT,
+        )
+        return
+    with torch.device("meta"):
+        model = spec.model.build()
+    buffers = {name for name, _ in model.named_buffers()}
+    state = {name: value for name, value in model.state_dict().items() if name not in buffers}
+    adapter = spec.state_dict_adapter(spec.model, None)
+    lost = sorted(state.keys() - adapter.from_hf(adapter.to_hf(state)).keys())
+    if lost:
+        yield Violation(
+            flag=_EXPORT,
+            value=True,
+            allowed=f"False for {spec.name} {spec.flavor}: torchtitan's "
+            f"{type(adapter).__name__} leaves out {len(lost)} of its {len(state)} parameters, "
+            f"{lost[0]} among them",
+            fix=_LEAVE_OUT,
+        )

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from gt_trainer.command_line.bytecode import hint_to_compile
+from gt_trainer.late_imports import hint_to_compile
 
 
 @pytest.fixture
