@@ -1,9 +1,9 @@
 """Programs that were cut from one graph as documents, and back: stages, and microbatches.
 
 Stored are the whole graph, after passes that need forward and backward together, and the graphs
-that passes have changed since the cut. The cut itself is not: it follows from the whole graph, and
-is made again when the document is read (docs/decisions/0042-stages-as-artifacts.md). So everything
-is verified that a document says: the whole graph before it is cut, and a changed graph with what
+that passes have changed since the cut. The cut itself follows from the whole graph, and is
+recomputed when the document is read (docs/decisions/0042-stages-as-artifacts.md). Everything that
+a document says is verified: the whole graph before it is cut, and a changed graph with what
 its cut takes and gives.
 """
 
@@ -177,7 +177,7 @@ def _decoded_capture(decoder: Decoder, traced: TracedStep, content: Any) -> Stag
 
 
 def _misfits(capture: StageCapture) -> list[str]:
-    """What a document says of a joint graph that the graph does not have."""
+    """Return the contradictions between a joint graph and its description in a document."""
     graph = capture.traced.graph_module.graph
     results: Any = graph.output_node().args[0]
     slots = capture.results

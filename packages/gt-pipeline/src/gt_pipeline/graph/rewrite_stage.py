@@ -23,7 +23,7 @@ class RewrittenStage:
     """The graphs of a stage's actions behind passes, which can be stored if they have no code."""
 
     graphs: StageGraphs
-    """As cut from the joint graph."""
+    """The graphs as they were cut from the joint graph."""
 
     actions: Mapping[PipelineAction, ActionGraph]
     """After passes, by kind; the graph as it was cut where no pass changed it."""

@@ -1,4 +1,4 @@
-"""What documents of all kinds have in common: a value as JSON with the bytes beside it, and back.
+"""Captured graphs as JSON with the bytes of constants beside it, and back.
 
 A step, a joint graph, a pipeline stage and a step of several microbatches are the forms of one
 document: they differ in their content alone. One encoder, one decoder, and the limits within which
@@ -32,16 +32,16 @@ class EncodedDocument:
 
 
 class DecodingOptions(TypedDict):
-    """What a document needs to become graphs again."""
+    """Arguments that a document needs to become graphs again."""
 
     blob: Callable[[str], bytes]
     """Gives the bytes of a constant tensor by its name."""
 
     fake_mode: NotRequired[FakeTensorMode | None]
-    """As for ``trace_step``."""
+    """The fake mode, as for ``trace_step``."""
 
     namespaces: NotRequired[Collection[str]]
-    """Of operators that graphs may call."""
+    """Namespaces of operators that graphs may call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

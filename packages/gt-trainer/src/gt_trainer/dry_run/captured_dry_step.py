@@ -75,7 +75,7 @@ def capture_dry_step(
     Args:
         config: a finished configuration that ``preflight`` accepts, without a pipeline.
         step: of ``config``.
-        clock: is told what passes take.
+        clock: Counts capture and passes.
 
     Raises:
         Exception: whatever capturing raises, as in a real run.

@@ -76,7 +76,7 @@ class PipelinedStep(ProgramStep[StageProgram]):
         self._max_unsharded_bytes = max_unsharded_bytes
         self._shared_groups = tuple(shared_groups)
         self._runners: dict[tuple[object, ...], GraphPPRunner] = {}
-        """By the shapes of microbatches."""
+        """Runners by the shapes of microbatches."""
 
         self.run: ForwardBackward = _unattached
         self.stages: dict[int, GraphPipelineStage] = {}
@@ -257,7 +257,7 @@ class PipelinedStep(ProgramStep[StageProgram]):
 
 
 def _groups_of(stages: Iterable[GraphPipelineStage]) -> list[dist.ProcessGroup]:
-    """Where their graphs communicate, and so wait for ranks of a step that fails.
+    """Return the groups in which graphs of stages communicate, and wait when a step fails.
 
     Read off the graphs: a plan has axes, and groups of several axes, that torchtitan's meshes lack.
     """
@@ -266,7 +266,7 @@ def _groups_of(stages: Iterable[GraphPipelineStage]) -> list[dist.ProcessGroup]:
 
 
 def _shapes(microbatch: MicrobatchInputs) -> tuple[object, ...]:
-    """What a graph is captured for, of what every rank of a pipeline is given."""
+    """Return the shapes that graphs depend on and that every rank of a pipeline has."""
     return tuple(
         (name, tuple(value.shape))
         for name, value in sorted(microbatch.kwargs.items())

@@ -88,7 +88,7 @@ class Program(ABC, Generic[CapturedT]):
         """Describe the program in a line of the log, after "Captured "."""
 
     def memory_text(self) -> str | None:
-        """What is kept for the backward, and the estimated memory; None where no graph has both."""
+        """Tables of values kept for the backward and of memory; None where no graph has both."""
         return None
 
     @abstractmethod
@@ -111,7 +111,7 @@ class TracingOptions:
     """How a program is traced."""
 
     ep_overlap: EpOverlapConfig = field(default_factory=EpOverlapConfig)
-    """Which modules run in chunks, if the strategy is eager."""
+    """Options of modules that run in chunks, if the strategy is eager."""
 
     capture_layers: CaptureLayers = "auto"
     """Whether every layer is traced, or most are stamped."""
@@ -152,8 +152,8 @@ class ProgramToCapture(Generic[ProgramT]):
 
     program: type[ProgramT]
     trace: Callable[[RunPasses], tuple[ProgramT, CaptureLayersReport | None]]
-    """Captures it, and says how its layers were stamped if that was asked for. Runs the passes on
-    graphs that it cuts."""
+    """Captures the program, and runs the passes on graphs that it cuts. Returns the program, and
+    the report on stamped layers if layers were to be stamped."""
 
     model: nn.Module
     identified_by: Mapping[str, Any]
@@ -168,11 +168,11 @@ class ProgramToCapture(Generic[ProgramT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureReport(Generic[ProgramT]):
-    """What a capture produced. ``str`` gives a line for the log."""
+    """The program that a capture produced. ``str`` gives a line for the log."""
 
     program: ProgramT
     passes: tuple[PassManagerReport, ...]
-    """What passes did, on each graph; first those on graphs that were cut afterwards."""
+    """Reports of the passes on each graph; first those on graphs that were cut afterwards."""
 
     stamping: CaptureLayersReport | None = None
     """How layers were stamped, or why not; None if that was not asked for, or not done here."""
@@ -181,8 +181,8 @@ class CaptureReport(Generic[ProgramT]):
     """Whether the graphs were captured by another rank or run, and stored."""
 
     managers: tuple[PassManager, ...] = ()
-    """What ran the passes up to those that generate code, which it has yet to run; empty if all
-    have run, or elsewhere."""
+    """Managers that still have to run the passes that generate code, by graph. Empty if all passes
+    have run, or if they ran in another process."""
 
     def __str__(self) -> str:
         """One line: the operators that run, and the passes that made them."""
@@ -207,7 +207,7 @@ class CaptureReport(Generic[ProgramT]):
         return max(map(num_operators, self.graph_modules))
 
     def memory_text(self) -> str | None:
-        """What is kept for the backward, and the estimated memory; None where no graph has both."""
+        """Tables of values kept for the backward and of memory; None where no graph has both."""
         return self.program.memory_text()
 
 

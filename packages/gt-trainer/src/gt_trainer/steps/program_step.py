@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from gt_trainer.steps.captured_microbatches import MicrobatchProgram, microbatch
 from gt_trainer.steps.captured_step import WholeStepProgram, whole_step
 from gt_trainer.steps.program import (
     CaptureReport,
-    Program,
+    ProgramT,
     ProgramToCapture,
     StoredProgram,
     TracingOptions,
@@ -38,9 +38,6 @@ from gt_trainer.steps.training_step import (
     LossFunction,
     loss_of_batch,
 )
-
-ProgramT = TypeVar("ProgramT", bound=Program[Any])
-
 
 Microbatch = tuple[Batch, torch.Tensor]
 """Inputs and labels, as torchtitan has them."""
@@ -95,7 +92,7 @@ class PerShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureSetup:
-    """What a step needs to capture itself."""
+    """Settings of a step that captures itself."""
 
     clock: StartupClock = field(default_factory=StartupClock)
     """Counts capture and passes as parts of the start-up."""
@@ -109,7 +106,7 @@ class CaptureSetup:
 
     tracing: TracingOptions = field(default_factory=TracingOptions)
     artifacts: RunArtifacts | None = None
-    """Where graphs are looked for and stored; None: every rank captures for itself."""
+    """Store of graphs; None: every rank captures for itself."""
 
 
 class ProgramStep(Generic[ProgramT]):
@@ -345,8 +342,7 @@ class ReduceOnceStep(ModelStep[MicrobatchProgram]):
             )
 
         def run(batches: Iterable[Microbatch], tokens: torch.Tensor) -> AccumulatedResult:
-            # Masks are made as a microbatch comes to run: all of them would fill memory. But where
-            # steps are recorded, all are asked for.
+            # A generator: all masks together would fill memory. A recorded step reads all.
             return step(self._arguments(batch, tokens) for batch in batches)
 
         return run
@@ -370,9 +366,8 @@ def _refuse_unlike(batches: Sequence[Microbatch]) -> None:
             )
 
 
-# From the gradients that a captured step returns to ``param.grad``, as autograd would leave them:
-# the first gradient is taken as it is if it is laid out like the parameter and belongs to no other
-# tensor, later ones are added in place.
+# Gradients reach ``param.grad`` as autograd would leave them. The first is taken as it is if it has
+# the parameter's layout and shares its memory with no other tensor. Later ones are added in place.
 
 
 def accumulate_gradients(
