@@ -17,6 +17,7 @@ from gt_trace.annotate import (
     phase,
 )
 from gt_trace.artifacts.save_step import load, save
+from gt_trace.boxed_code import BoxedFunction, boxed
 from gt_trace.capture.argument_structure import structure_differences
 from gt_trace.capture.block_masks import register_block_masks
 from gt_trace.capture.copied_calls import calls_of_one_place, traced_call
@@ -51,6 +52,7 @@ __all__ = [
     "ArtifactError",
     "ArtifactVersionError",
     "BoundStep",
+    "BoxedFunction",
     "CaptureError",
     "ConstantCapturedError",
     "GraphInput",
@@ -62,6 +64,7 @@ __all__ = [
     "TracedStep",
     "annotate",
     "annotate_method",
+    "boxed",
     "calls_of_one_place",
     "collective_counts",
     "flatten_tensor",

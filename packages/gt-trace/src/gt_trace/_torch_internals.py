@@ -71,6 +71,12 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
+# Generates code that takes inputs in a list and empties it, so that they are freed while it runs.
+from torch.fx.graph import _BoxedCodeGen
+
+# Compiles generated code so that tracebacks show its lines.
+from torch.fx.graph_module import _forward_from_src
+
 # What make_fx writes to ``meta["tensor_meta"]``.
 from torch.fx.passes.shape_prop import TensorMetadata
 
@@ -507,6 +513,22 @@ def _scores_differentiated_apart() -> Iterator[None]:
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def boxed_code(graph: Graph) -> tuple[str, dict[str, Any]]:
+    """Return code of ``forward(self, inputs)``, which empties its list, and its globals."""
+    own = graph._codegen
+    graph.set_codegen(_BoxedCodeGen())
+    try:
+        code = graph.python_code("self")
+    finally:
+        graph.set_codegen(own)
+    return code.src, code.globals
+
+
+def compiled_function(code: str, names: dict[str, Any]) -> Callable[..., Any]:
+    """Return the function ``forward`` of generated code."""
+    return _forward_from_src(code, names)
 
 
 def lazily_generated_code() -> AbstractContextManager[None]:

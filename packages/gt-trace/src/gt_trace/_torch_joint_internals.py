@@ -46,9 +46,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 # Holds the flag that says whether FX traces.
 from torch.fx import _symbolic_trace
 
-# Code for a graph that takes its inputs in a list and empties it, so that they can be freed early.
-from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
-
 from gt_trace._torch_internals import inlined_compilation
 
 _COPY = "copy_fwd_metadata_to_bw_nodes"

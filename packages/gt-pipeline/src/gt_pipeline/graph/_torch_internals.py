@@ -11,15 +11,10 @@ from torch import Tensor
 # graphs are joined share one mode. There is no public name.
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-# Code for a graph that takes its inputs in a list and empties it, so that what a microbatch saved
-# is freed while its backward runs. No public way exists.
-from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
-
 # The tree functions of torch itself: the same registrations as every other torch tracer.
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "BoxedCodeGen",
     "FakeTensorMode",
     "add_in_place",
     "copy_all",

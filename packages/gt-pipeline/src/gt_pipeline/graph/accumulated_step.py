@@ -13,8 +13,8 @@ from torch.fx import GraphModule
 from gt_passes.cuda_graphs.piece_memory import PieceMemory, with_rooms
 from gt_passes.cuda_graphs.whole_recording import whole_recording
 from gt_pipeline.graph.accumulation_cut import AccumulationGraphs, MicrobatchRole
-from gt_pipeline.graph.action_graph import BoxedFunction, boxed
 from gt_pipeline.graph.step_recording import StepRecording
+from gt_trace import BoxedFunction, boxed
 from gt_trace.capture.bound_inputs import BoundInputs
 from gt_trace.capture.captured_mode import ModeGuard, as_captured
 from gt_trace.capture.traced_step import wrapped_leaves

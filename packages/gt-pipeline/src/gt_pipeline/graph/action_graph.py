@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gt_config.node_keys import PipelineAction
-from gt_pipeline.graph._torch_internals import BoxedCodeGen
 from gt_pipeline.graph.slots import Slot
-
-BoxedFunction = Callable[[list[Any]], Sequence[Any]]
-"""Takes its inputs in a list, which it empties so that they can be freed early."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +57,6 @@ def copied(action: ActionGraph) -> ActionGraph:
     source = action.graph_module
     graph = copy.deepcopy(source.graph)
     return dataclasses.replace(action, graph_module=GraphModule(source, graph))
-
-
-def boxed(graph_module: GraphModule) -> BoxedFunction:
-    """The graph as a function of a list, which it empties; the graph itself stays as it is."""
-    graph = copy.deepcopy(graph_module.graph)
-    graph.set_codegen(BoxedCodeGen())
-    # Its forward, not itself: nn.Module's call is host time that no hook here needs.
-    return cast("BoxedFunction", GraphModule(graph_module, graph).forward)
 
 
 def extract(

@@ -12,10 +12,11 @@ from gt_passes import PassContext, Verifier
 from gt_passes.verifier.verifier import GraphInterface
 from gt_pipeline.errors import StageGraphError
 from gt_pipeline.graph._torch_internals import FakeTensorMode
-from gt_pipeline.graph.action_graph import ActionGraph, boxed, copied
+from gt_pipeline.graph.action_graph import ActionGraph, copied
 from gt_pipeline.graph.gradient_accumulators import GradientAccumulators, owned_results
 from gt_pipeline.graph.recorded_actions import RecordedAction, SlotMemory, StageRecordings
 from gt_pipeline.graph.slots import SlotKind
+from gt_trace import boxed
 from gt_trace.capture.captured_mode import as_captured
 
 GraphTransform = Callable[[GraphModule, PipelineAction, PassContext], object]

@@ -23,9 +23,10 @@ from gt_passes import Verifier
 from gt_passes.analysis.collectives import is_wait
 from gt_passes.analysis.order_constraints import OrderConstraints
 from gt_pipeline.errors import StageGraphError
-from gt_pipeline.graph.action_graph import ActionGraph, BoxedFunction, boxed, copied, extract
+from gt_pipeline.graph.action_graph import ActionGraph, copied, extract
 from gt_pipeline.graph.gradient_accumulators import owned_results
 from gt_pipeline.graph.slots import Slot
+from gt_trace import BoxedFunction, boxed
 from gt_trace.capture.captured_mode import as_captured
 
 

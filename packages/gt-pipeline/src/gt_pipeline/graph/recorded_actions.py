@@ -32,9 +32,10 @@ from gt_passes.cuda_graphs.piece_memory import Place, without_repeats
 from gt_passes.cuda_graphs.whole_recording import WholeRecording, whole_recording
 from gt_passes.errors import CudaGraphAddressError
 from gt_pipeline.graph._torch_internals import add_in_place, copy_all
-from gt_pipeline.graph.action_graph import ActionGraph, BoxedFunction
+from gt_pipeline.graph.action_graph import ActionGraph
 from gt_pipeline.graph.gradient_accumulators import GradientAccumulators
 from gt_pipeline.graph.slots import Slot, SlotKind
+from gt_trace import BoxedFunction
 from gt_trace.capture.captured_mode import as_captured
 
 _KEPT: tuple[SlotKind, ...] = ("saved", "between")

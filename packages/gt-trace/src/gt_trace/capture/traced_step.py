@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from gt_trace._torch_internals import pytree
+from gt_trace.boxed_code import boxed
 from gt_trace.capture.bound_inputs import BoundInputs, CapturedInputs
 from gt_trace.capture.captured_mode import ModeGuard, as_captured
 from gt_trace.capture.subclass_layout import TensorLayout, unflatten_tensor
@@ -69,9 +70,7 @@ class TracedStep(CapturedInputs):
             StateMismatchError: names, shapes, dtypes, placements, modes (training or evaluation),
                 hooks, or which parameters require a gradient, differ from the captured ones.
         """
-        # Not the module itself, which prints an error and drops where it arose.
-        run = executable or (lambda *plain: self.graph_module.forward(*plain))
-        return BoundStep(self, module, optimizer, run)
+        return BoundStep(self, module, optimizer, executable or _current_code(self.graph_module))
 
 
 class BoundStep:
@@ -131,6 +130,21 @@ class BoundStep:
                 f"captured, and the step may add to them: {names}. Set .grad to None before the "
                 "call, or compute all gradients inside the step"
             )
+
+
+def _current_code(graph_module: GraphModule) -> Callable[..., Sequence[Any]]:
+    """Return a function that runs the graph as it was when it was compiled last."""
+    run: Any = None
+    forward: Any = None
+
+    def call(*plain: torch.Tensor) -> Sequence[Any]:
+        nonlocal run, forward
+        if type(graph_module).forward is not forward:  # each recompile() makes another
+            forward, run = type(graph_module).forward, boxed(graph_module)
+        outputs: Sequence[Any] = run([*plain])
+        return outputs
+
+    return call
 
 
 def wrapped_leaves(outputs: Sequence[Any], layouts: Sequence[TensorLayout | None]) -> list[Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from gt_trace._torch_internals import pytree
-from gt_trace._torch_joint_internals import AsyncCollectiveTensor, BoxedCodeGen
+from gt_trace._torch_joint_internals import AsyncCollectiveTensor
+from gt_trace.boxed_code import BoxedFunction, boxed
 from gt_trace.capture.autocast_cache import RECAST
 from gt_trace.capture.bound_inputs import BoundInputs
 from gt_trace.capture.captured_mode import ModeGuard, as_captured
@@ -22,9 +22,6 @@ from gt_trace.capture.subclass_layout import PLAIN, unflatten_tensor
 from gt_trace.errors import InputMismatchError, StateMismatchError
 from gt_trace.joint.backward_variants import for_any_layout, without_tangents
 from gt_trace.joint.joint_graph import GraphResult, JointGraph, OutputSignature
-
-BoxedFunction = Callable[[list[Any]], Sequence[Any]]
-"""Takes its inputs in a list, which it may empty so that they can be freed early."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,16 +383,6 @@ class _Graphs(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()
         bound: BoundJoint = ctx.bound
         return (None, None, *bound.run_backward(saved, tangents))
-
-
-def boxed(graph_module: GraphModule) -> BoxedFunction:
-    """The graph as a function of a list, which it empties, so that inputs can be freed early.
-
-    Its code, without the module around it, which prints an error and drops where it arose.
-    """
-    graph = copy.deepcopy(graph_module.graph)
-    graph.set_codegen(BoxedCodeGen())
-    return cast("BoxedFunction", GraphModule(graph_module, graph).forward)
 
 
 def _places_of_inputs(parts: ForwardBackward) -> dict[tuple[InputKind, str], int]:
