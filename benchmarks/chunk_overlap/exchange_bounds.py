@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from gt_passes.analysis.order_constraints import OrderConstraints
 from gt_passes.ep_overlap.chunk_metadata import ChunkRegions
 from gt_passes.ep_overlap.exchange_operators import is_exchange_launch, is_token_exchange
-from gt_passes.ep_overlap.overlap_windows import find_overlap_windows
+from gt_passes.ep_overlap.schedule_ep_overlap import find_overlap_windows
 from gt_passes.simulation import StepSimulation
 from gt_passes.simulation.beside import DeviceParts, more_us
 from gt_passes.simulation.graph_program import COMPUTE_STREAM

@@ -59,7 +59,7 @@ class Site:
 
 
 def cuda_site() -> Site:
-    from gt_passes.cuda_graphs.cuda_recorder import CudaRecorder
+    from gt_passes.cuda_graphs.cuda_graphs import CudaRecorder
 
     return Site(
         device=torch.device("cuda", torch.cuda.current_device()),

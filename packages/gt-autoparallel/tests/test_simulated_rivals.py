@@ -29,8 +29,13 @@ from gt_autoparallel.errors import SolverError, UnrunnablePlanError
 from gt_autoparallel.expert_table import expert_plans
 from gt_autoparallel.graph.redistribution import RedistributionStep
 from gt_autoparallel.planner import Planner
-from gt_autoparallel.prices.queued import QueuedPrices, largest_layer_bytes
-from gt_autoparallel.simulated_rivals import OWN, QUEUED, with_rivals
+from gt_autoparallel.simulated_rivals import (
+    OWN,
+    QUEUED,
+    QueuedPrices,
+    largest_layer_bytes,
+    with_rivals,
+)
 from gt_passes.simulation import CostModel
 
 MESH = MeshShape(names=("dp", "tp"), sizes=(2, 2))

@@ -12,8 +12,7 @@ from planned_models import MESH, Stack
 from random_graphs import GraphWriter, spec
 from torch import nn
 
-from gt_autoparallel.audit.layer_turns import work_of_layers
-from gt_autoparallel.audit.memory_checks import recounted_memory, saved_bytes
+from gt_autoparallel.audit.memory_checks import recounted_memory, saved_bytes, work_of_layers
 from gt_autoparallel.audit.plan_audit import audit_plan
 from gt_autoparallel.find import planner_of_model
 from gt_autoparallel.graph.graph_encoding import graph_digest

@@ -11,8 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from gt_autoparallel.backend import backend_passes
-from gt_autoparallel.backend.overlap_collectives import OverlapCollectives
-from gt_autoparallel.backend.tag_to_memory_budget import TagToMemoryBudget
+from gt_autoparallel.backend.recipe import OverlapCollectives, TagToMemoryBudget
 from gt_config.node_keys import ResidencyAnnotation
 from gt_passes import DescribeOnly, PassContext, PassManager, estimate_peak_bytes
 from gt_passes.analysis.collectives import is_collective, is_wait

@@ -230,7 +230,7 @@ def test_a_write_to_what_nobody_else_holds_needs_no_second_trace(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("traced again")
 
-    monkeypatch.setattr("gt_autoparallel.graph.functional_graph.make_fx", refuse)
+    monkeypatch.setattr("gt_autoparallel.graph.capture.make_fx", refuse)
     capture_placement_graph(Normalized(), (torch.randn(3, 4),))
     with pytest.raises(AssertionError, match="traced again"):
         capture_placement_graph(WritesUnderView(), (torch.randn(3, 4),))

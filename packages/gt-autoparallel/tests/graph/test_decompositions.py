@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from sample_values import ids, ints, positive
 from torch import nn
 
-from gt_autoparallel.graph.capture import capture_placement_graph
-from gt_autoparallel.graph.functional_graph import DECOMPOSITIONS, is_decomposed
+from gt_autoparallel.graph.capture import DECOMPOSITIONS, capture_placement_graph, is_decomposed
 from gt_autoparallel.graph.layouts import MeshShape, short_text
 from gt_autoparallel.rules import check_operators, node_options
 

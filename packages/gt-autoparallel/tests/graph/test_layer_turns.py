@@ -8,7 +8,7 @@ from planned_models import MESH, NormedBlock, Stack
 from random_graphs import GraphWriter, spec
 from torch import nn
 
-from gt_autoparallel.audit.layer_turns import (
+from gt_autoparallel.audit.memory_checks import (
     backward_turns,
     parameters_read_elsewhere,
     work_of_layers,

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 
 from gt_autoparallel.graph.layouts import Layout, MeshShape
 from gt_autoparallel.plan.plan_picture import DrawnTensor
-from gt_autoparallel.plan.tensor_drawing import tensor_drawing
+from gt_autoparallel.plan.report_page import tensor_drawing
 
 MESH = MeshShape(names=("dp", "tp"), sizes=(4, 2))
 HELD, SUM = "#3b7dd8", "#e08a2b"

@@ -20,9 +20,9 @@ from gt_autoparallel.solver.arc_consistency import make_arc_consistent
 from gt_autoparallel.solver.bounding import SearchSettings
 from gt_autoparallel.solver.evaluation import evaluate
 from gt_autoparallel.solver.highs_model import HighsModel
-from gt_autoparallel.solver.infeasibility import explain_infeasibility
 from gt_autoparallel.solver.problem import MemoryRow, Problem, Window
 from gt_autoparallel.solver.reduced_problem import reduce_problem
+from gt_autoparallel.solver.solve import explain_infeasibility
 
 STAGES = {
     "HiGHS on the whole": SearchSettings(),

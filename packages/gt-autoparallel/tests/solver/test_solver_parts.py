@@ -10,16 +10,15 @@ import pytest
 from random_problems import random_problem
 
 from gt_autoparallel.solver.arc_consistency import make_arc_consistent
-from gt_autoparallel.solver.bounding import SearchPart
-from gt_autoparallel.solver.branching import branch
+from gt_autoparallel.solver.bounding import Elimination, SearchPart
 from gt_autoparallel.solver.dominance import drop_dominated
-from gt_autoparallel.solver.elimination import Elimination
 from gt_autoparallel.solver.evaluation import evaluate
 from gt_autoparallel.solver.incumbent import Incumbent
 from gt_autoparallel.solver.message_passing import DualAscent, Prices
 from gt_autoparallel.solver.price_model import PriceModel
 from gt_autoparallel.solver.problem import Edge, Problem, Variable
 from gt_autoparallel.solver.reduced_problem import ReducedProblem, reduce_problem
+from gt_autoparallel.solver.search import branch
 
 Choices = tuple[int, ...]
 

@@ -13,14 +13,13 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
-from gt_passes._torch_internals import OpOverload
+from gt_passes._torch_internals import OpOverload, trace_structured
 from gt_passes.analysis import liveness
 from gt_passes.analysis.collectives import collective_bytes
 from gt_passes.contract import GraphPass, PassContext, PassReport, check_declaration
 from gt_passes.errors import VerificationError
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.pass_manager_report import Elapsed, PassManagerReport, PassRecord
-from gt_passes.structured_trace import trace_text
 from gt_passes.verifier.declared_bounds import GraphSize, find_bound_problems
 from gt_passes.verifier.verification_session import VerificationSession
 from gt_trace.garbage_collection import held_garbage_collection
@@ -323,3 +322,19 @@ def _op_name(target: object) -> str:
     if isinstance(target, (OpOverload, str)):
         return str(target)
     return str(getattr(target, "__name__", target))
+
+
+# Graphs and the summary of passes in PyTorch's structured trace, where ``tlparse`` shows them.
+#
+# With the environment variable ``TORCH_TRACE`` naming a folder, PyTorch writes one log a process
+# there, in which each record may carry a text. ``tlparse FOLDER`` makes web pages of them.
+# Without it, nothing is made and nothing is written.
+def trace_text(name: str, text: Callable[[], str]) -> None:
+    """Put a text into the trace, if there is one; ``text`` is not called without."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=text,
+        # Passes run outside of torch.compile, which hands out the ids.
+        expect_trace_id=False,
+    )

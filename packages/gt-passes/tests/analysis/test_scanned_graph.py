@@ -6,7 +6,7 @@ import torch
 from pass_graphs import capture, node_of, program
 
 from gt_passes.analysis.graph_scan import GraphScanner
-from gt_passes.analysis.scanned_graph import made_again
+from gt_passes.verifier.verification_session import made_again
 
 
 def test_the_graph_before_an_edit_is_made_again_with_its_values():

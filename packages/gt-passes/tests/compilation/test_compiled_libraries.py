@@ -15,7 +15,7 @@ from typing import IO
 import pytest
 
 from gt_passes.compilation import compiled_libraries
-from gt_passes.compilation.compiled_libraries import (
+from gt_passes.compilation.compiler_products import (
     are_libraries,
     packed_libraries,
     unpack_libraries,

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from gt_config.node_keys import PhaseAnnotation
 from gt_passes import CompileWholeGraph
 from gt_passes.compilation import inductor_compiler
-from gt_passes.compilation.saved_values import keep_saved_values
+from gt_passes.compilation.inductor_compiler import keep_saved_values
 from gt_trace.node_metadata import write_annotation
 
 X = torch.linspace(-1, 1, 64).reshape(8, 8)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pass_graphs import collectives
 
-from gt_passes.cuda_graphs.cuda_graph_partition import _Spans, partition
 from gt_passes.cuda_graphs.cuda_graph_safety import CaptureTarget
+from gt_passes.cuda_graphs.cuda_graphs import _Spans, partition
 
 X = torch.empty(4, 4, device="meta")
 CUDA = CaptureTarget(backend_of_group={"tp": "nccl"}.get)

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from gt_passes import CudaGraphs, release_cuda_graphs
 from gt_passes.analysis.host_copies import OFFLOAD
 from gt_passes.cuda_graphs.cuda_graph_replay import ReplayedPiece, ReplaySession
-from gt_passes.cuda_graphs.cuda_recorder import CudaRecorder
+from gt_passes.cuda_graphs.cuda_graphs import CudaRecorder
 from gt_passes.cuda_graphs.piece_memory import PieceMemory, Place
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

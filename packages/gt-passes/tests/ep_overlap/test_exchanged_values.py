@@ -10,7 +10,7 @@ from exchange_graphs import capture_exchange
 from gt_passes._torch_internals import fake_mode_of, quiet_fake_execution
 from gt_passes.analysis.tensor_signature import signature
 from gt_passes.ep_overlap import exchanged_values
-from gt_passes.ep_overlap.exchanged_values import ExchangedValues
+from gt_passes.ep_overlap.graph_chunks import ExchangedValues
 
 aten = torch.ops.aten
 

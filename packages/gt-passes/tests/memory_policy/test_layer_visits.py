@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from gt_config.node_keys import ModuleAnnotation, PhaseAnnotation
 from gt_passes.analysis.layer_names import LayerNames
-from gt_passes.memory_policy.layer_visits import LayerVisits
+from gt_passes.memory_policy.offload_tagged import LayerVisits
 from gt_trace.node_metadata import write_annotation
 
 

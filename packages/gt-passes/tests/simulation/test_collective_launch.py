@@ -7,7 +7,7 @@ import torch
 from torch.fx import Graph
 
 from gt_passes.analysis.symbol_sizes import SymbolSizes
-from gt_passes.simulation.collective_launch import collective_launch
+from gt_passes.simulation.cost_model import collective_launch
 
 
 @pytest.mark.parametrize(

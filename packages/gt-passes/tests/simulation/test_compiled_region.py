@@ -11,7 +11,7 @@ from gt_passes import CompileWholeGraph
 from gt_passes.analysis.bucket_copies import PACK_BUCKET
 from gt_passes.compilation.inductor_compiler import DescribeOnly
 from gt_passes.simulation import CostModel, balanced_exchange_sizes, simulate_step
-from gt_passes.simulation.compiled_region import FusedKernel, compiled_kernels
+from gt_passes.simulation.graph_program import FusedKernel, compiled_kernels
 from gt_passes.simulation.operands import OperandReader
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ from exchange_graphs import capture_exchange
 from pass_graphs import capture, collectives
 
 from gt_passes.simulation import CostModel, SymbolSizes, balanced_exchange_sizes, h100_sxm
-from gt_passes.simulation.collective_launch import UnknownProcessGroupError
+from gt_passes.simulation.cost_model import UnknownProcessGroupError
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from gt_passes.analysis.graph_scan import GraphScanner
 from gt_passes.analysis.liveness import estimate_peak_bytes
 from gt_passes.analysis.storages import gives_a_view
-from gt_passes.verifier.storage_lifetimes import surely_held_no_longer
+from gt_passes.verifier.verification_session import surely_held_no_longer
 
 aten = torch.ops.aten
 X = torch.ones(4, 6)

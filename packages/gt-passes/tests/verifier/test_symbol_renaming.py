@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from gt_passes.verifier.symbol_renaming import equal_up_to_fresh_symbols
+from gt_passes.verifier.repropagation import equal_up_to_fresh_symbols
 
 SHAPES = ShapeEnv()
 FAKE = FakeTensorMode(shape_env=SHAPES)

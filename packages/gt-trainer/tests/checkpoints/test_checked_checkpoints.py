@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torchtitan.tools.logging import logger
 
-from gt_trainer.checkpoints.checked_writer import CheckedWriter
 from gt_trainer.checkpoints.checksums import (
     CHECKSUMS,
     Checksums,
@@ -31,7 +30,7 @@ from gt_trainer.checkpoints.damages import (
     damages_of,
     set_aside_damaged,
 )
-from gt_trainer.checkpoints.manager import _finish_hugging_face
+from gt_trainer.checkpoints.manager import CheckedWriter, _finish_hugging_face
 from gt_trainer.checkpoints.plain_reader import NotPlainDataError, PlainLoadPlanner, PlainReader
 from gt_trainer.models.llama3 import llama3_debugmodel
 
@@ -289,7 +288,7 @@ _KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed.checkpoint as dcp
-from gt_trainer.checkpoints.checked_writer import CheckedWriter
+from gt_trainer.checkpoints.manager import CheckedWriter
 from gt_trainer.checkpoints.damages import damages_of
 from gt_trainer.step_folders import is_complete, step_folders
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -20,15 +20,16 @@ from gt_config.graph_kinds import (
 )
 from gt_config.node_keys import PipelineAction, PipelineAnnotation
 from gt_config.numerics import Numerics
+from gt_passes._torch_compilation_internals import symmetric_memory_workspaces
 from gt_passes._torch_internals import quiet_fake_execution, value_of
 from gt_passes.analysis.aliasing import AliasClasses
-from gt_passes.analysis.host_copies import is_host_copy
+from gt_passes.analysis.collectives import is_collective, is_wait, raw_results
+from gt_passes.analysis.host_copies import WAIT_COPY, is_host_copy, starts_host_copy
+from gt_passes.analysis.operator_effects import is_only_a_view
 from gt_passes.analysis.outlined_region import Outline, OutlinedRegion, RegionOutliner, region_of
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
-from gt_passes.cuda_graphs.cuda_graph_partition import num_kernels, partition
-from gt_passes.cuda_graphs.cuda_graph_replay import Recorder, ReplayedPiece, ReplaySession
-from gt_passes.cuda_graphs.cuda_graph_safety import CaptureTarget, find_obstacles
-from gt_passes.cuda_graphs.cuda_recorder import CudaRecorder
+from gt_passes.cuda_graphs.cuda_graph_replay import Recorded, Recorder, ReplayedPiece, ReplaySession
+from gt_passes.cuda_graphs.cuda_graph_safety import CaptureTarget, Obstacle, find_obstacles
 from gt_passes.cuda_graphs.piece_memory import PieceMemory, bytes_between_pieces, with_rooms
 from gt_passes.cuda_graphs.whole_recording import (
     WholeRecording,
@@ -37,6 +38,106 @@ from gt_passes.cuda_graphs.whole_recording import (
 )
 from gt_passes.registry import register_pass
 from gt_trace.node_metadata import copy_annotations, read_annotation
+
+
+# The recorder that records: ``torch.cuda.CUDAGraph`` behind the protocol of
+# ``cuda_graph_replay``.
+#
+# Deliberately small, since it is the one part of ``cuda-graphs`` that needs a GPU to run.
+#
+# ``make test-gpu`` records with it: an H200 with torch 2.11 has (docs/decisions/0069).
+#
+# Results are handed out once as the tensors that own their memory, and ever after as tensors
+# over the same addresses that own nothing, as ``torch/_inductor/cudagraph_trees.py`` does. The
+# allocator gives memory that was let go between two recordings of one pool to the later of them.
+#
+# Source: PyTorch, ``torch/cuda/graphs.py`` (``make_graphed_callables``).
+class CudaRecorder:
+    """Records on a stream of its own, into a memory pool that all pieces share.
+
+    Needs CUDA from the first call on, not for its construction.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+
+    def warm_up(
+        self, piece: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Run a piece as it is, on the caller's stream."""
+        return piece(*inputs)
+
+    def memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Bytes outside the pool, which no recording can use for its intermediates."""
+        return torch.empty(
+            num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu"
+        )
+
+    def record(
+        self, piece: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
+    ) -> Recorded:
+        """Record a piece at the addresses of ``inputs``."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it so
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: NCCL's watchdog asks for the state of events from a thread of its own.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            outputs = tuple(piece(*inputs))
+        recording = _CudaRecording(
+            graph, _without_ownership(outputs), symmetric_memory_workspaces()
+        )
+        return Recorded(recording=recording, outputs=outputs)
+
+    def reset(self) -> None:
+        """Use a new memory pool; the old one goes with the last recording in it."""
+        self._stream = None
+        self._pool = None
+
+
+@dataclass(frozen=True, slots=True)
+class _CudaRecording:
+    graph: torch.cuda.CUDAGraph
+    outputs: Sequence[torch.Tensor]
+    workspaces: Sequence[torch.Tensor]
+    """A larger one may replace them for another graph, and this one goes on using them."""
+
+    def replay(self) -> None:
+        """Launch the recorded kernels on the current stream."""
+        self.graph.replay()
+
+
+class _DeviceBytes:
+    """Memory of somebody else, offered to torch by the CUDA array interface."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (storage.nbytes(),),
+            "typestr": "|u1",
+            "data": (storage.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def _without_ownership(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The same tensors, without keeping their memory; what shares a storage goes on sharing it."""
+    of_storage: dict[int, torch.Tensor] = {}
+    results = []
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if tensor.device.type != "cuda" or storage.nbytes() == 0:
+            results.append(tensor)  # a room in host memory, which stays, or nothing at all
+            continue
+        address = storage.data_ptr()
+        if address not in of_storage:
+            of_storage[address] = torch.as_tensor(_DeviceBytes(storage), device=tensor.device)
+        num_bytes = storage.nbytes() // tensor.dtype.itemsize * tensor.dtype.itemsize
+        elements = of_storage[address][:num_bytes].view(tensor.dtype)
+        results.append(elements.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()))
+    return tuple(results)
 
 
 @register_pass
@@ -295,3 +396,165 @@ def _copy_outputs(graph: Graph, context: PassContext) -> int:
 
 def _pieces(graph: Graph) -> Iterator[Node]:
     return (node for node in graph.nodes if _is_piece(node))
+
+
+# Cut a graph into pieces that can each be recorded as one CUDA graph.
+#
+# A piece is a maximal run of nodes, in execution order, without an obstacle in between. Nothing
+# is reordered. A collective must be launched and awaited in the same piece, and so must a copy
+# to or from host memory: a recording that forks onto another stream has to join it again before
+# it ends. Where an obstacle stands between the two, both run on their own, which may cut further
+# pieces.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """Pieces to record, and what stays outside."""
+
+    pieces: tuple[tuple[Node, ...], ...]
+    """Calls, in execution order."""
+
+    obstacles: tuple[Obstacle, ...]
+    """Why the other calls are in no piece, in execution order."""
+
+
+def partition(
+    graph_module: GraphModule,
+    target: CaptureTarget,
+    *,
+    num_static_inputs: int,
+    min_kernels: int,
+) -> Partition:
+    """Cut a graph into recordable pieces.
+
+    Args:
+        graph_module: with fake values.
+        target: what to record for.
+        num_static_inputs: leading placeholders whose tensors keep their addresses.
+        min_kernels: leave smaller pieces out: a replay costs about as much as two launches. A
+            region counts as what is in it, before a compiler fuses it.
+    """
+    nodes = _calls(graph_module)
+    positions = {node: position for position, node in enumerate(nodes)}
+    left_out: dict[Node, str] = {}
+    while True:
+        obstacles = find_obstacles(
+            graph_module, target, num_static_inputs=num_static_inputs, left_out=left_out
+        )
+        cuts = {obstacle.node for obstacle in obstacles}
+        found = _crossing_transfers(nodes, positions, cuts)
+        runs = list(_runs(nodes, cuts | set(found)))
+        for run in runs:
+            if num_kernels(run) < min_kernels:
+                reason = f"fewer than {min_kernels} kernels stand together here"
+                found.update(dict.fromkeys(run, reason))
+        if not found:
+            return Partition(pieces=tuple(map(tuple, runs)), obstacles=obstacles)
+        # What is left out lives at addresses that change, which may matter to those who read it.
+        left_out.update(found)
+
+
+def _calls(graph_module: GraphModule) -> list[Node]:
+    return [node for node in graph_module.graph.nodes if node.op == "call_function"]
+
+
+def num_kernels(nodes: Iterable[Node]) -> int:
+    """How many kernels calls launch, where a region counts as what it was made of."""
+    count = 0
+    for node in nodes:
+        region = region_of(node)
+        if region is not None:
+            count += num_kernels(_calls(region.body))
+        else:
+            count += not is_only_a_view(node)
+    return count
+
+
+def _runs(nodes: Sequence[Node], cuts: set[Node]) -> Iterator[list[Node]]:
+    run: list[Node] = []
+    for node in nodes:
+        if node not in cuts:
+            run.append(node)
+        elif run:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def _crossing_transfers(
+    nodes: Sequence[Node], positions: dict[Node, int], cuts: set[Node]
+) -> dict[Node, str]:
+    """The launches and waits that a cut separates, each with the reason."""
+    launches = [node for node in nodes if _is_launch(node) and node not in cuts]
+    spans = []
+    parts_of = []
+    for launch in launches:
+        results = list(raw_results(launch)) if is_collective(launch) else [launch]
+        waits = [user for result in results for user in result.users if _waits_for(user, result)]
+        parts_of.append((*(result for result in results if result is not launch), *waits))
+        spans.append((positions[launch], max((positions[wait] for wait in waits), default=-1)))
+    open_spans = _Spans(spans)
+    left_out: dict[Node, str] = {}
+    pending = [positions[node] for node in nodes if node in cuts]
+    while pending:
+        position = pending.pop()
+        for number in open_spans.take_around(position):
+            launch, parts = launches[number], parts_of[number]
+            between = f"{nodes[position].name}, which is not recorded,"
+            left_out[launch] = f"{between} stands between it and its wait"
+            for part in parts:
+                left_out[part] = f"{between} stands between {launch.name} and its wait"
+            pending += [positions[node] for node in (launch, *parts)]
+    return left_out
+
+
+def _is_launch(node: Node) -> bool:
+    return is_collective(node) or starts_host_copy(node)
+
+
+def _waits_for(node: Node, result: Node) -> bool:
+    return is_wait(node) or (node.target is WAIT_COPY and node.args[0] is result)
+
+
+class _Spans:
+    """Spans of positions, sorted by where they start; those around a position can be taken out.
+
+    A tree over them keeps the farthest end, so that a search visits only what it takes and the
+    path there: all searches together cost n log n.
+    """
+
+    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
+        self._starts = [start for start, _ in spans]
+        self._size = 1 << max(len(spans) - 1, 0).bit_length()
+        self._ends = [-1] * (2 * self._size)
+        for number, (_, end) in enumerate(spans):
+            self._ends[self._size + number] = end
+        for node in range(self._size - 1, 0, -1):
+            self._ends[node] = max(self._ends[2 * node], self._ends[2 * node + 1])
+
+    def take_around(self, position: int) -> list[int]:
+        """Take out the spans that start before ``position`` and end after it; their numbers."""
+        taken: list[int] = []
+        while (number := self._find(position)) is not None:
+            taken.append(number)
+            self._remove(number)
+        return taken
+
+    def _find(self, position: int) -> int | None:
+        pending = [(1, 0, self._size)]
+        while pending:
+            node, first, width = pending.pop()
+            starts_too_late = first >= len(self._starts) or self._starts[first] >= position
+            if starts_too_late or self._ends[node] <= position:
+                continue
+            if width == 1:
+                return first
+            half = width // 2
+            pending += [(2 * node, first, half), (2 * node + 1, first + half, half)]
+        return None
+
+    def _remove(self, number: int) -> None:
+        node = self._size + number
+        self._ends[node] = -1
+        while node > 1:
+            node //= 2
+            self._ends[node] = max(self._ends[2 * node], self._ends[2 * node + 1])

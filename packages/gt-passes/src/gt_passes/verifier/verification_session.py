@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
-from torch.fx import GraphModule, Node
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
+from gt_passes._torch_internals import OpOverload, graph_module_without_code
 from gt_passes.analysis.collectives import is_pure_collective
-from gt_passes.analysis.graph_scan import GraphScan
-from gt_passes.analysis.scanned_graph import made_again
+from gt_passes.analysis.graph_scan import GraphScan, NodeCall
+from gt_passes.analysis.storages import gives_a_view
 from gt_passes.contract import GraphPass
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.verifier.barrier_order import find_barrier_problems, find_draw_problems
@@ -32,7 +36,6 @@ from gt_passes.verifier.declared_bounds import (
 )
 from gt_passes.verifier.memory_order import MemoryOrder, find_memory_order_problems
 from gt_passes.verifier.repropagation import UnverifiedNode
-from gt_passes.verifier.storage_lifetimes import surely_held_no_longer
 from gt_passes.verifier.verifier import GraphInterface, Verifier
 
 
@@ -196,3 +199,97 @@ def _computes_the_same(before: MemoryOrder, after: MemoryOrder) -> bool:
 
 def _messages(scan: GraphScan) -> list[Node]:
     return [launch for launch in scan.launches if not is_pure_collective(launch)]
+
+
+# A graph as it was when it was scanned, made again after passes have edited it.
+#
+# A scan knows what every node called and what was recorded for it. Checks that need the earlier
+# graph as a graph are rare, so that it is made when one asks, and not kept.
+def made_again(scan: GraphScan) -> GraphModule:
+    """The graph as it was, of new nodes with the names of the old ones.
+
+    Metadata other than recorded values is what it is now, and so is what ``get_attr`` nodes name.
+
+    Args:
+        scan: of a well-formed graph, which may have been edited since.
+    """
+    graph = Graph()
+    made: dict[Node, Node] = {}
+    for node, call in scan.calls.items():
+        target, args, kwargs = (  # types of a node's that a call knows less of
+            cast(Any, part) for part in (call.target, call.args, call.kwargs)
+        )
+        copy = made[node] = graph.create_node(
+            node.op,
+            target,
+            map_arg(args, made.__getitem__),
+            map_arg(kwargs, made.__getitem__),
+            name=node.name,
+        )
+        copy.meta = {**node.meta, "val": call.value}
+    return graph_module_without_code(scan.graph_module, graph)
+
+
+# Does every storage surely live no longer than before a pass? Then no peak of memory grew.
+#
+# An estimate of peak memory (``liveness``) looks at the whole graph twice, before a pass and
+# after it. A pass that cleans up mostly looks at the same memory another way: where every
+# changed node reads views of the storages that it read views of, and none moved, each storage
+# dies where it died, or earlier.
+def surely_held_no_longer(before: GraphScan, after: GraphScan) -> bool:
+    """Whether no storage is made earlier, is larger, or dies later than before a pass.
+
+    Args:
+        before: of the graph before the pass.
+        after: of the well-formed graph now, made with ``before``.
+    """
+    old, new = before.calls, after.calls
+    if after.is_reordered(before) or not all(wait in new for wait in before.waits):
+        return False  # what is never waited for is held to the end
+    for node in after.changed_nodes(before):
+        call, known = new[node], old.get(node)
+        if known is None:
+            # It holds its storage until a reader does, and that is looked at itself.
+            if not _is_view(call) or not node.users:
+                return False
+        elif _is_view(call) and _is_view(known):
+            if not _read_the_same(call, new, known, old):
+                return False
+        elif not (
+            call.split()[0] is known.split()[0]
+            and call.value is known.value
+            and _read_the_same(call, new, known, old)
+        ):
+            return False
+    return True
+
+
+_Calls = Mapping[Node, NodeCall]
+
+
+def _read_the_same(call: NodeCall, new: _Calls, known: NodeCall, old: _Calls) -> bool:
+    """Whether two calls have the same storages in the same places."""
+    now, then = call.split()[1], known.split()[1]
+    return len(now) == len(then) and all(
+        _storage_maker(node, new) is _storage_maker(was, old)
+        for node, was in zip(now, then, strict=True)
+    )
+
+
+def _is_view(call: NodeCall) -> bool:
+    target = call.target
+    return (
+        isinstance(target, OpOverload)
+        and gives_a_view(target)
+        and isinstance(call.value, torch.Tensor)  # not several of them
+        and len(call.split()[1]) == 1
+    )
+
+
+def _storage_maker(node: Node, calls: _Calls) -> Node:
+    """The node of which another is a view, perhaps of a view."""
+    call = calls[node]
+    while _is_view(call):
+        (node,) = call.split()[1]
+        call = calls[node]
+    return node

@@ -13,26 +13,34 @@ that stands here too: a pass that breaks a graph is found at that pass, not in a
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Final, cast
 
+import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
-from gt_passes._torch_internals import fake_mode_of, fast_tensor_attributes, pytree, value_of
+from gt_passes._torch_internals import (
+    OpOverload,
+    fake_mode_of,
+    fast_tensor_attributes,
+    pytree,
+    value_of,
+)
+from gt_passes.analysis.aliasing import written_nodes
 from gt_passes.analysis.call_form import SYMBOLIC
 from gt_passes.analysis.graph_scan import GraphScan, GraphScanner
 from gt_passes.analysis.node_calls import attribute_of
-from gt_passes.analysis.symbol_bindings import symbols_bound_by
+from gt_passes.analysis.symbol_bindings import symbols_bound_by, symbols_of
 from gt_passes.analysis.tensor_signature import describe, signature
 from gt_passes.contract import PassContext
 from gt_passes.graph_problem import GraphProblem
-from gt_passes.verifier.bound_symbols import find_symbol_problems
 from gt_passes.verifier.collective_races import find_race_problems
 from gt_passes.verifier.collective_waits import find_wait_problems
 from gt_passes.verifier.memory_order import MemoryOrder
-from gt_passes.verifier.refused_writes import find_refused_write_problems
 from gt_passes.verifier.repropagation import Repropagator, UnverifiedNode
 from gt_trace.code_text import code_problem, shadowed_parameter
 
@@ -314,3 +322,144 @@ def _sequence_differences(
                 expected=describe(old),
                 got=describe(new),
             )
+
+
+# Every data-dependent size is found out by one node.
+def find_symbol_problems(nodes: Iterable[Node]) -> Iterator[GraphProblem]:
+    """Yield a problem for each symbol that a node binds and that was bound before.
+
+    Args:
+        nodes: all of a graph, in its order.
+    """
+    bound: dict[Any, Node] = {}
+    for node in nodes:
+        if node.op == "placeholder":
+            bound.update(dict.fromkeys(symbols_of(value_of(node)), node))
+            continue
+        for symbol in symbols_bound_by(node):
+            if symbol in bound:
+                yield GraphProblem(
+                    check="fake re-propagation",
+                    node_name=node.name,
+                    target=str(node.target),
+                    message=f"it says that its result is {symbol}, as {bound[symbol]} does: a "
+                    "compiler would take both for one number",
+                )
+            bound[symbol] = node
+
+
+# Nothing is written that only a kernel would refuse, when the step runs.
+#
+# Fake values take writes to an expanded tensor, of which several elements are one, and of ATen's
+# elementwise operators those whose result the written tensor cannot hold, as a fraction in whole
+# numbers. Of what else only kernels refuse (lists of tensors, as ``_foreach_mul_`` writes them,
+# ``index_add_``, ``addmm_``) nothing is known here.
+_CHECK: Final = "refused writes"
+
+_TAKE_IT = frozenset(
+    {
+        *("aten::fill_", "aten::zero_", "aten::masked_fill_", "aten::index_fill_"),
+        *("aten::index_put_", "aten::_index_put_impl_", "aten::tril_", "aten::triu_"),
+    }
+)
+"""Operators whose kernels write to an expanded tensor, by running them on a CPU."""
+
+
+def find_refused_write_problems(writers: Iterable[Node]) -> Iterator[GraphProblem]:
+    """Yield a problem for each write to an expanded tensor, or of what a tensor cannot hold.
+
+    Args:
+        writers: nodes that write to memory.
+    """
+    for writer in writers:
+        yield from _dtype_problems(writer)
+        if _takes_expanded(writer):
+            continue
+        for written in written_nodes(writer):
+            value = value_of(written)
+            if isinstance(value, torch.Tensor) and _is_expanded(value):
+                yield GraphProblem(
+                    check=_CHECK,
+                    node_name=writer.name,
+                    target=str(writer.target),
+                    message=f"it writes to {written.name}, of which elements share memory",
+                    expected="a tensor whose elements each have memory of their own",
+                    got=describe(signature(value)),
+                )
+
+
+def _dtype_problems(writer: Node) -> Iterator[GraphProblem]:
+    pure = _without_write(writer.target)
+    if pure is None or any(value_of(each) is None for each in writer.all_input_nodes):
+        return
+    args, kwargs = cast("Any", map_aggregate((writer.args, writer.kwargs), _small))
+    result: torch.dtype | None = None
+    refusal = ""
+    try:
+        result = pure(*args, **kwargs).dtype
+    except RuntimeError as error:
+        refusal = str(error).splitlines()[0]
+    except Exception:  # noqa: BLE001 - promotion fails on rare types: nothing is known of these
+        return
+    for written in written_nodes(writer):
+        value = cast("torch.Tensor", value_of(written))  # or the operator refused it
+        if result is not None and torch.can_cast(result, value.dtype):
+            continue
+        yield GraphProblem(
+            check=_CHECK,
+            node_name=writer.name,
+            target=str(writer.target),
+            message=f"its operator refuses to write to {written.name}: {refusal}"
+            if result is None
+            else f"it writes {result} to {written.name}, which cannot hold it",
+            expected=None if result is None else f"a tensor to which {result} is converted",
+            got=describe(signature(value)),
+        )
+
+
+@functools.cache
+def _without_write(target: object) -> Callable[..., Any] | None:
+    """The operator that gives what an elementwise one of ATen would write; None of any other.
+
+    Those of others may carry the tag and say nothing of types: their fakes may look at sizes.
+    """
+    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
+        return None
+    namespace, _, name = target._schema.name.partition("::")
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    if namespace != "aten" or packet is None or not name.endswith("_"):
+        return None
+    # Names of overloads differ: `pow_.Scalar` is `pow.Tensor_Scalar`.
+    overloads: list[OpOverload] = [getattr(packet, each) for each in packet.overloads()]
+    return next((each for each in overloads if _takes(each) == _takes(target)), None)
+
+
+def _takes(operator: OpOverload) -> list[tuple[str, str]]:
+    return [(each.name, str(each.type)) for each in operator._schema.arguments]
+
+
+def _small(argument: Any) -> Any:
+    """As many dimensions, of one element each: what decides the type of a result."""
+    value = value_of(argument) if isinstance(argument, Node) else argument
+    if isinstance(value, torch.Tensor):
+        return torch.empty((1,) * value.dim(), dtype=value.dtype, device="meta")
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return {torch.SymInt: 1, torch.SymFloat: 1.0, torch.SymBool: True}[type(value)]
+    return value
+
+
+def _takes_expanded(writer: Node) -> bool:
+    if not isinstance(writer.target, OpOverload):
+        return False
+    changes_metadata_alone = torch.Tag.inplace_view in writer.target.tags
+    return changes_metadata_alone or writer.target._schema.name in _TAKE_IT
+
+
+def _is_expanded(value: torch.Tensor) -> bool:
+    """Whether a dimension of more than one has stride 0. Of symbols nothing is known."""
+    if value.layout is not torch.strided:
+        return False
+    return any(
+        type(size) is int and type(stride) is int and size > 1 and stride == 0
+        for size, stride in zip(value.shape, value.stride(), strict=True)
+    )
