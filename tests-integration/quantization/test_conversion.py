@@ -19,9 +19,10 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.llama3 import model_registry
 
 from gt_trainer.models import deepseek_v3, llama3
+from gt_trainer.quantization.convert import quantize
 from gt_trainer.quantization.products import products_of
 from gt_trainer.quantization.quantization_options import QuantizationConfig
-from gt_trainer.quantization.quantized_model import precision_lines, quantize, with_quantized_model
+from gt_trainer.quantization.quantized_model import precision_lines, with_quantized_model
 
 EVERY_PRECISION = (
     "float8_tensorwise",

@@ -21,7 +21,7 @@ from torchao.prototype.mx_formats.config import ScaleCalculationMode  # noqa: E4
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference  # noqa: E402
 from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 
-from gt_trainer.quantization.quantized_model import (  # noqa: E402
+from gt_trainer.quantization.emulated_experts import (  # noqa: E402
     EmulatedFloat8Experts,
     EmulatedMXFP8Experts,
 )

@@ -88,7 +88,7 @@ READERS = {
     "--override.": ("torchtitan.config.override",),
     "--loss.": ("gt_trainer.decoder.chunked_loss", "torchtitan.components.loss"),
     "--quantization.": (
-        "gt_trainer.quantization.quantized_model",
+        "gt_trainer.quantization.convert",
         "gt_trainer.quantization.products",
         "gt_trainer.preflight.quantization_violations",
         "gt_trainer.quantization.products",
