@@ -65,6 +65,34 @@ class Private:
         return self.__count
 
 
+def attributed(kind: type) -> Any:
+    """Return a subclass that counts its calls in an attribute."""
+
+    def counts(self: Any) -> int:
+        self.calls = getattr(self, "calls", 0) + 1
+        return int(self.calls)
+
+    return type("Attributed", (kind,), {"__call__": counts})()
+
+
+PARTIAL = functools.partial(lambda: setattr(PARTIAL, "count", PARTIAL.count + 1) or 1)
+PARTIAL.count = 0  # type: ignore[attr-defined]  # a user's
+ORDERED = collections.OrderedDict(first=1, second=2)
+ROTATED = {"first": 1, "second": 2}
+DEFAULTS = collections.defaultdict(lambda: puts(NUMBERS, "n")())
+
+
+def moves() -> int:
+    ORDERED.move_to_end(next(iter(ORDERED)))
+    return next(iter(ORDERED.values()))
+
+
+def rotates() -> int:
+    key = next(iter(ROTATED))
+    ROTATED[key] = ROTATED.pop(key)
+    return ROTATED[key]
+
+
 class Whole(int):
     count = 0
 
@@ -231,6 +259,14 @@ CHANGES: list[tuple[Callable[[], Any], str]] = [
     (sets_torch, "torch.test_python_state is new: 1"),
     (functools.partial(puts(NUMBERS, "n")), "['n'] was 0, and became 1"),
     (puts(types.SimpleNamespace(n=[0]).n, 0), "[0] was 0, and became 1"),
+    *(
+        (attributed(kind), "calls is new: 1")
+        for kind in (list, set, tuple, dict, collections.deque, frozenset)
+    ),
+    (PARTIAL, "count was 0, and became 1"),
+    (moves, "ORDERED was ['first', 'second'], and became ['second', 'first']"),
+    (rotates, "ROTATED was ['first', 'second'], and became ['second', 'first']"),
+    (lambda: DEFAULTS["new"], "NUMBERS['n'] was 0, and became 1"),
 ]
 ADVANCES = [
     (advances(iter([1, 2, 3])), "has advanced: <list_iterator"),
@@ -262,6 +298,7 @@ def test_change_is_refused_by_the_name_of_its_holder_and_undone(
     assert (expected in refusal(change)) or change is helper  # a second time as the first
     assert (NUMBERS["n"], VARIABLE.get(), Settings.count, Made.made) == (0, 0, 0, 0)
     assert (NUMPY.tolist(), BYTES, ARRAY[0], CHAIN["n"], stored()) == ([0, 0], b"\0", 0, 0, [])
+    assert [*ORDERED] == [*ROTATED] == ["first", "second"]
     assert "TEST_PYTHON_STATE" not in os.environ
     assert not hasattr(torch, "test_python_state")
 

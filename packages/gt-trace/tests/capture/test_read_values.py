@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import enum
+import functools
 import os
 import threading
 import types
@@ -38,6 +39,15 @@ class Settings:
     factor = 2.0
 
 
+class Rates(list[float]):
+    factor = 2.0
+
+
+@functools.lru_cache
+def cached() -> list[float]:
+    return [2.0]
+
+
 class Model(nn.Module):
     factor = 2.0
 
@@ -49,6 +59,10 @@ class Model(nn.Module):
         self.config = {"rates": [1.0, 2.0], "nested": types.SimpleNamespace(power=2, unread=1)}
         self.function, self.table = functional.relu, torch.ones(4).numpy()
         self.kinds = {"wide", functional.relu}
+        self.rates, self.order = Rates(), {"first": 1.0, "second": 2.0}
+        self.partial = functools.partial(lambda: self.partial.scaled)
+        weight: Any = self.linear.weight
+        weight.scaled, self.partial.scaled, weight.held = 2.0, 2.0, {"factor": 2.0}  # type: ignore[attr-defined]
 
     def widen(self, x: Tensor) -> Tensor:
         return x * 2
@@ -58,6 +72,9 @@ class Model(nn.Module):
         x = self.function(self.act(self.dropout(self.norm(self.linear(x)))))
         x = self.widen(x) * self.scale * self.factor * self.config["rates"][1] * self.kind.value
         x = x ** self.config["nested"].power * float(self.table[0]) * getattr(self, "late", 1.0)
+        weight: Any = self.linear.weight
+        x = x * self.rates.factor * next(iter(self.order.values())) * self.partial() * cached()[0]
+        x = x * weight.scaled * weight.held["factor"] * getattr(self.norm.running_mean, "late", 1.0)
         return x * FACTOR * VARIABLE.get() * THREAD.factor * MODULE.factor * Settings.factor
 
 
@@ -81,6 +98,18 @@ class Trainer:
 
 def set_function(name: str, value: Any) -> Callable[[Trainer, pytest.MonkeyPatch], None]:
     return lambda trainer, patch: setattr(trainer.model, name, value)
+
+
+def rotate(held: dict[str, float]) -> None:
+    held["first"] = held.pop("first")
+
+
+def replace_weight(trainer: Trainer, _: pytest.MonkeyPatch) -> None:
+    linear = trainer.model.linear
+    held = vars(linear.weight)
+    linear.weight = nn.Parameter(linear.weight.detach())
+    vars(linear.weight).update(held, scaled=3.0)
+    trainer.optimizer.param_groups[0]["params"][0] = linear.weight
 
 
 CHANGES: dict[str, tuple[Callable[[Trainer, pytest.MonkeyPatch], Any], str]] = {
@@ -110,6 +139,23 @@ CHANGES: dict[str, tuple[Callable[[Trainer, pytest.MonkeyPatch], Any], str]] = {
     "method": (lambda t, p: p.setattr(Model, "widen", lambda _, x: x), "Model.widen is <function"),
     "environment": (lambda t, p: p.setenv("TEST_READ_VALUES", "3"), "os.environ['TEST_READ_VALU"),
     "set": (lambda t, _: t.model.kinds.add("narrow"), "module.kinds is"),
+    "attribute of a list": (lambda t, _: setattr(t.model.rates, "factor", 3.0), "rates.factor is"),
+    "order": (lambda t, _: rotate(t.model.order), "of keys of module.order is ('second', 'first')"),
+    "partial": (lambda t, _: setattr(t.model.partial, "scaled", 3.0), "partial.scaled is 3.0"),
+    "cache": (lambda t, _: cached().__setitem__(0, 3.0), "cached[0] is 3.0"),
+    "parameter": (
+        lambda t, _: setattr(t.model.linear.weight, "scaled", 3.0),
+        "module.linear.weight.scaled is 3.0, and was 2.0",
+    ),
+    "held by a parameter": (
+        lambda t, _: t.model.linear.weight.held.update(factor=3.0),
+        "module.linear.weight.held['factor'] is 3.0",
+    ),
+    "late attribute of a buffer": (
+        lambda t, _: setattr(t.model.norm.running_mean, "late", 3.0),
+        "module.norm.running_mean.late is 3.0, and was missing",
+    ),
+    "replaced parameter": (replace_weight, "module.linear.weight.scaled is 3.0, and was 2.0"),
     "hook": (lambda t, _: t.optimizer.register_step_post_hook(print), "_post_hooks"),
 }
 
@@ -132,6 +178,7 @@ def test_change_from_outside_is_refused_with_both_values(
     with pytest.raises(StateMismatchError, match="not as it was when it was captured") as error:
         step(x)
     VARIABLE.reset(token)
+    cached()[0] = 2.0
     assert expected in str(error.value)
 
 

@@ -141,7 +141,7 @@ class ModeGuard:
             if problems := values.differences(self._values):
                 self._refuse(problems)
         self._lost_hooks = lost_hooks
-        self._version = 0
+        self._version = 1  # that of inputs which were sampled once
         self._settings: Settings | None = None
         self._look()
 
@@ -159,11 +159,13 @@ class ModeGuard:
                 many others is told, not of which modules; and if those are too, autocast, then
                 settings of PyTorch and of the thread, then whether autograd is enabled.
         """
-        if version != self._version:
+        if is_replaced := version != self._version:
             self._look()
-            self._version = version
-        if self._values is not None and (problems := self._values.problems()):
+        if self._values is not None and (
+            problems := self._values.problems(is_replaced=is_replaced)
+        ):
             self._refuse(problems)
+        self._version = version
         if (
             [each.training for each in self._modules] != self._training
             or list(chain.from_iterable(self._hooks)) != self._hook_numbers

@@ -133,10 +133,9 @@ class FlatInputs:
         ]
 
     def attributes(self) -> dict[str, dict[str, Any]]:
-        """Return the attributes of the live tensors, by how a message names them."""
-        named = [(f"{slot.entry.kind} {slot.entry.name}", slot.tensor) for slot in self.slots]
-        named += [(f"argument {a.name}", a.leaf) for a in self.arguments if a.layout is not None]
-        return {name: tensor.__dict__ for name, tensor in named if is_live(tensor)}
+        """Return the attributes of tensors that are arguments, by how a message names them."""
+        given = [each for each in self.arguments if each.layout is not None]
+        return {f"argument {a.name}": a.leaf.__dict__ for a in given if is_live(a.leaf)}
 
     def rebuild(self, plain: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], TraceInputs]:
         """The state tensors and the arguments over other plain tensors, one per placeholder."""

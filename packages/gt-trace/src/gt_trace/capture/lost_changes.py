@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from gt_trace.capture.python_holders import ITERATOR, MISSING, Change, Holder, short
+from gt_trace.capture.python_holders import ITERATOR, MAPPING, MISSING, Change, Holder, short
 from gt_trace.capture.python_state import HOOKS, PythonState, tensors_of
 from gt_trace.capture.random_state import current_watch
 from gt_trace.capture.read_values import ReadValues
@@ -128,6 +128,8 @@ def _write_changed(holder: Holder, was: Mapping[Any, Any], now: Mapping[Any, Any
             held[key] = now[key]
         else:
             held.pop(key, None)
+    if holder.kind is MAPPING:
+        held = {key: held[key] for key in {**now, **held} if key in held}
     holder.kind.write(holder.target, held)
 
 

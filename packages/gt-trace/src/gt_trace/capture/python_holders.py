@@ -11,7 +11,7 @@ import types
 import warnings
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,9 @@ _MOST_BYTES = 1 << 20
 _PLAIN = (bool, int, float, complex, str, type(None))
 MISSING: Any = object()
 """Marks a place that holds nothing."""
+
+ORDER: Any = object()
+"""Marks a change of the order of a dictionary."""
 
 
 def contents_of_object(target: Any) -> dict[str, Any]:
@@ -119,16 +122,18 @@ def numbered(target: Any) -> dict[Any, Any]:
     return dict(enumerate(kind.__iter__(target)))
 
 
-def contents_of_mapping(target: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a copy of a dictionary, without calling what a subclass overrides."""
-    if isinstance(target, OrderedDict):
-        return {key: dict.__getitem__(target, key) for key in OrderedDict.__iter__(target)}
-    return dict(dict.items(target))
+def keys_of_mapping(target: dict[Any, Any]) -> Iterator[Any]:
+    """Yield the keys of a dictionary, without calling what a subclass overrides."""
+    return (OrderedDict if isinstance(target, OrderedDict) else dict).__iter__(target)
+
+
+def _contents_of_mapping(target: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: dict.__getitem__(target, key) for key in keys_of_mapping(target)}
 
 
 def results_in_cache(target: Any) -> list[Any]:
     """Return the results that a function of ``functools.lru_cache`` stores."""
-    held = gc.get_referents(target)
+    held = [each for each in gc.get_referents(target) if each is not vars(target)]
     tables = [each for each in held if type(each) is dict]
     stored = [each for table in tables for each in table.values()]
     return stored + [each for each in held if type(each) is not dict]
@@ -205,7 +210,7 @@ class Kind:
 
 
 OBJECT = Kind(contents_of_object, _write_object, lambda key: f".{key}")
-MAPPING = Kind(contents_of_mapping, _write_mapping, lambda key: f"[{short(key)}]")
+MAPPING = Kind(_contents_of_mapping, _write_mapping, lambda key: f"[{short(key)}]")
 LIST = Kind(numbered, _write_list, lambda key: f"[{key}]")
 DEQUE = Kind(numbered, _refill(deque, deque.extend), lambda key: f"[{key}]")
 SET = Kind(
@@ -262,6 +267,8 @@ class Holder:
 
     def place(self, key: Any) -> str:
         """How a program reaches what the object holds at ``key``."""
+        if key is ORDER:
+            return f"the order of {self.path}"
         if self.kind is OBJECT and key in ("_modules", "_parameters", "_buffers"):
             return self.path
         is_table = not isinstance(self.parent, str) and self.parent.kind is OBJECT

@@ -22,7 +22,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -45,19 +45,20 @@ from gt_trace.capture.python_holders import (
     MISSING,
     NUMBERS,
     OBJECT,
+    ORDER,
     SET,
     VARIABLE,
     Change,
     Holder,
     Kind,
     contents_of_cell,
-    contents_of_mapping,
     contents_of_object,
     named_values,
     numbered,
     results_in_cache,
 )
 from gt_trace.capture.random_generators import HeldGenerator, generator_types
+from gt_trace.capture.stand_ins import is_live
 
 _FOREIGN = frozenset({"torch", "numpy", *sys.builtin_module_names, *sys.stdlib_module_names}) - {
     "__main__"
@@ -164,6 +165,8 @@ class PythonState:
                     and not is_same(old, new)
                 ):
                     found.append(Change(holder=holder, key=key, before=old, after=new))
+            if holder.kind is MAPPING and _is_reordered(before, after):
+                found.append(Change(holder=holder, key=ORDER, before=[*before], after=[*after]))
         return found
 
     def restore(self) -> list[tuple[Holder, dict[Any, Any]]]:
@@ -179,7 +182,9 @@ class PythonState:
     def _changed(self) -> Iterator[tuple[Holder, dict[Any, Any]]]:
         for holder in self._holders:
             before, after = holder.before, holder.kind.read(holder.target)
-            same_places = list(before) == list(after)
+            same_places = before.keys() == after.keys() and (
+                holder.kind is not MAPPING or not _is_reordered(before, after)
+            )
             is_equal = is_same if holder.kind.copies else operator.is_
             if not (same_places and all(map(is_equal, before.values(), after.values()))):
                 if holder.kind is OBJECT:  # hooks are no change
@@ -265,23 +270,21 @@ class PythonState:
                 name = f"{holder.path}.state[a parameter of shape {list(parameter.shape)}]"
                 self._hold(NUMBERS, state, name, None)
 
-    def _mapping(self, value: Any, parent: Holder | str, key: Any) -> None:
-        self._push(self._hold(MAPPING, value, parent, key))
-        if getattr(value, "__dict__", None):
+    def _container(self, value: Any, parent: Holder | str, key: Any) -> None:
+        if isinstance(value, tuple | frozenset):  # Python changes only what it holds
+            holder = Holder(LIST, value, numbered(value), parent, key)
+            self.nodes.append(holder)
+        else:
+            holder = self._hold(_kind_of(value), value, parent, key)
+        self._push(holder)
+        if isinstance(value, defaultdict):
+            self._pending.append((value.default_factory, parent, key))
+        if type(value) not in _WITHOUT_ATTRIBUTES:
+            self._object(value, parent, key)
+
+    def _tensor(self, value: Any, parent: Holder | str, key: Any) -> None:
+        if is_live(value):  # what Python set on it
             self._push(self._hold(OBJECT, value, parent, key))
-
-    def _list(self, value: Any, parent: Holder | str, key: Any) -> None:
-        self._push(self._hold(LIST, value, parent, key))
-
-    def _deque(self, value: Any, parent: Holder | str, key: Any) -> None:
-        self._push(self._hold(DEQUE, value, parent, key))
-
-    def _set(self, value: Any, parent: Holder | str, key: Any) -> None:
-        self._push(self._hold(SET, value, parent, key))
-
-    def _fixed(self, value: Any, parent: Holder | str, key: Any) -> None:
-        self.nodes.append(Holder(LIST, value, numbered(value), parent, key))
-        self._push(self.nodes[-1])
 
     def _buffer(self, value: Any, parent: Holder | str, key: Any) -> None:
         self._hold(BUFFER, value, parent, key)
@@ -306,6 +309,7 @@ class PythonState:
             self.generators.append(HeldGenerator(name=f"the generator {place}", generator=value))
 
     def _partial(self, value: Any, parent: Holder | str, key: Any) -> None:
+        self._push(self._hold(OBJECT, value, parent, key))
         self._pending += [(each, parent, key) for each in (value.func, value.args, value.keywords)]
 
     def _method(self, value: Any, parent: Holder | str, key: Any) -> None:
@@ -318,9 +322,9 @@ class PythonState:
         name = f"the cache of {value.__qualname__}"
         self._hold(CACHE, value, name, None)
         for each in results_in_cache(value):
-            kind = _STORED.get(_way_into(each))
-            if kind is not None and self._is_new(each):
-                self._hold(kind, each, name, None)
+            is_held = _way_into(each) in (PythonState._container, PythonState._object)
+            if is_held and not isinstance(each, tuple | frozenset) and self._is_new(each):
+                self._hold(_kind_of(each), each, name, None)
         self._pending.append((value.__wrapped__, parent, key))
 
     def _own(self, value: Any, parent: Holder | str, key: Any) -> None:
@@ -434,18 +438,13 @@ def _how_entered(kind: Any) -> _Enter | None:
 
 
 _ENTERED: dict[type, _Enter | None] = {
-    torch.Tensor: None,
+    torch.Tensor: PythonState._tensor,
     type: PythonState._class,
     nn.Module: PythonState._module,
     torch.optim.Optimizer: PythonState._optimizer_object,
     torch.optim.lr_scheduler.LRScheduler: PythonState._object,
     torch.amp.GradScaler: PythonState._object,
-    dict: PythonState._mapping,
-    list: PythonState._list,
-    deque: PythonState._deque,
-    set: PythonState._set,
-    tuple: PythonState._fixed,
-    frozenset: PythonState._fixed,
+    **dict.fromkeys((dict, list, deque, set, tuple, frozenset), PythonState._container),
     bytearray: PythonState._buffer,
     array.array: PythonState._buffer,
     types.SimpleNamespace: PythonState._object,
@@ -468,14 +467,22 @@ _ENTERED: dict[type, _Enter | None] = {
     ),
 }
 
-_STORED: dict[_Enter | None, Kind] = {
-    PythonState._mapping: MAPPING,
-    PythonState._list: LIST,
-    PythonState._deque: DEQUE,
-    PythonState._set: SET,
-    PythonState._object: OBJECT,
+_WITHOUT_ATTRIBUTES = frozenset(
+    {dict, list, set, tuple, frozenset, deque, OrderedDict, defaultdict, torch.Size}
+)
+
+
+def _kind_of(value: Any) -> Kind:
+    """Return the kind of a container, or of an object."""
+    return next((kind for base, kind in _KINDS.items() if isinstance(value, base)), OBJECT)
+
+
+_KINDS: dict[type, Kind] = {
+    dict: MAPPING,
+    deque: DEQUE,
+    set: SET,
+    **dict.fromkeys((list, tuple, frozenset), LIST),
 }
-"""Kinds of the results that a cache stores, of which only the contents are compared."""
 
 
 def _way_into(value: Any) -> _Enter | None:
@@ -501,6 +508,15 @@ BY_VALUE = (
 )
 
 
+def _is_reordered(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> bool:
+    """Return whether keys that both have stand in another order."""
+    if all(map(operator.is_, before, after)):
+        return False
+    places = dict(zip(before, range(len(before)), strict=True))
+    kept = [places[key] for key in after if key in places]
+    return kept != sorted(kept)
+
+
 def is_same(old: Any, new: Any, depth: int = 0) -> bool:
     """Whether two values are equal in everything except their identity."""
     if old is new:
@@ -524,12 +540,11 @@ def is_same(old: Any, new: Any, depth: int = 0) -> bool:
         return _bytes_of(old) == _bytes_of(new)
     if enter is PythonState._iterator:
         one, other = ITERATOR.read(old), ITERATOR.read(new)
-    elif enter is PythonState._mapping:
-        one, other = contents_of_mapping(old), contents_of_mapping(new)
-    elif enter in (PythonState._list, PythonState._fixed, PythonState._deque):
-        one, other = numbered(old), numbered(new)
-    elif enter is PythonState._object:
-        one, other = contents_of_object(old), contents_of_object(new)
+    elif enter in (PythonState._container, PythonState._object):
+        kind = _kind_of(old)
+        one, other = kind.read(old), kind.read(new)
+        if kind is not OBJECT and type(old) not in _WITHOUT_ATTRIBUTES:
+            one, other = {**one, "": OBJECT.read(old)}, {**other, "": OBJECT.read(new)}
     else:
         return False
     return list(one) == list(other) and all(

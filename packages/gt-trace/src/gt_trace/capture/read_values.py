@@ -12,6 +12,7 @@ import enum
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from operator import getitem, is_
 from typing import Any
 
@@ -36,6 +37,7 @@ from gt_trace.capture.python_holders import (
     SET,
     VARIABLE,
     Holder,
+    keys_of_mapping,
     short,
 )
 from gt_trace.capture.python_state import BY_VALUE, NO_STATE, PythonState, is_same
@@ -63,8 +65,8 @@ class _Names:
     """Places at which nothing else leads to an object: roots, closures, globals and classes."""
 
 
-_OF_TENSORS = ("args", "kwargs", "parameter ", "buffer ", "optimizer_state ", "argument ")
-"""How the names of roots begin that are compared otherwise, or are attributes of tensors."""
+_ARGUMENTS = ("args", "kwargs", "argument ")
+"""How the names of roots begin that are compared with the arguments."""
 
 
 class ReadValues:
@@ -83,9 +85,7 @@ class ReadValues:
         *,
         names: _Names | None = None,
     ) -> None:
-        self.roots = {
-            name: root for name, root in roots.items() if not name.startswith(_OF_TENSORS)
-        }
+        self.roots = {name: root for name, root in roots.items() if not name.startswith(_ARGUMENTS)}
         self._values: dict[str, Any] = {}
         """Values by place, for messages and for a comparison of all."""
 
@@ -96,6 +96,8 @@ class ReadValues:
         self._names: list[str] = []
         self._in_objects: list[Any] = []
         self._sized: list[Any] = []
+        self._ordered: list[Any] = []
+        self._in_order: list[Any] = []
         self._copied: list[Holder] = []
         optimizer: Any = self.roots.get("optimizer")
         state = state or PythonState(self.roots, optimizer=optimizer)
@@ -106,7 +108,7 @@ class ReadValues:
             starts={
                 each.parent
                 for each in state.nodes
-                if isinstance(each.parent, str) and not each.parent.startswith(_OF_TENSORS)
+                if isinstance(each.parent, str) and not each.parent.startswith(_ARGUMENTS)
             },
         )
         self._read(state)
@@ -115,9 +117,13 @@ class ReadValues:
     def __deepcopy__(self, memo: dict[int, Any]) -> ReadValues:
         return self  # of the same objects
 
-    def problems(self) -> list[str]:
-        """Return a sentence for each value that is another now."""
-        if self._is_current():
+    def problems(self, *, is_replaced: bool) -> list[str]:
+        """Return a sentence for each value that is another now.
+
+        Args:
+            is_replaced: whether tensors or submodules may have been replaced since the last call.
+        """
+        if not is_replaced and self._is_current():
             return []
         now = ReadValues(self.roots, names=self._reads)
         problems = self.differences(now)
@@ -154,6 +160,9 @@ class ReadValues:
                 _are_known(map(getitem, self._tables, self._keys), self._in_tables)
                 and _are_known(map(getattr, self._objects, self._names), self._in_objects)
                 and [*map(len, self._sized)] == self._sizes
+                and _are_known(
+                    chain.from_iterable(map(keys_of_mapping, self._ordered)), self._in_order
+                )
                 and all(is_same(each.before, each.kind.read(each.target)) for each in self._copied)
             )
         except (LookupError, AttributeError, ValueError):  # a place is gone
@@ -180,9 +189,18 @@ class ReadValues:
             elif holder.kind in (LIST, MAPPING, DEQUE) and not (
                 _is_table(holder) or _is_group(holder)
             ):
-                self._values[f"the length of {holder.path}"] = len(holder.before)
+                is_ordered = holder.kind is MAPPING and len(holder.before) <= _MOST_ITEMS
+                what, known = (
+                    ("list of keys", (*holder.before,))
+                    if is_ordered
+                    else ("length", len(holder.before))
+                )
+                self._values[f"the {what} of {holder.path}"] = known
                 if not isinstance(holder.target, tuple | frozenset):
                     self._sized.append(holder.target)
+                if is_ordered:
+                    self._ordered.append(holder.target)
+                    self._in_order += holder.before
             elif holder.kind is OBJECT and not isinstance(holder.target, types.FunctionType):
                 self._sized.append(getattr(holder.target, "__dict__", ()))
             for key, value in _read_of(holder, self._reads):
