@@ -63,6 +63,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 # make_fx with its recording options is the tracer itself; it has no public name. The proxy mode
 # leads to the graph that is being made.
 # ``track_tensor`` tells the tracer which node has computed a tensor.
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -312,9 +313,32 @@ def name_of_new_node(graph: Graph, target: Any) -> str | None:
     return graph._target_to_str(target.overloadpacket.__name__)
 
 
+def traced_tensors() -> Any:
+    """Return what ``make_fx`` knows of each tensor of the trace; {} without one.
+
+    While an operator runs, ``get_proxy_mode`` returns None.
+    """
+    made: Any = proxy_tensor._CURRENT_MAKE_FX_TRACER
+    return {} if made is None else made.fx_tracer.tensor_tracker
+
+
 def track(tensor: torch.Tensor, node: Node, tracer: Any) -> None:
     """Let a tracer know that ``node`` computes ``tensor``."""
     track_tensor(tensor, torch.fx.Proxy(node, tracer), constant=None, tracer=tracer)
+
+
+def saved_tensors_hooks() -> tuple[str, ...]:
+    """Return the innermost ``saved_tensors_hooks`` in force; no public way to ask.
+
+    Those of PyTorch itself, which store tensors elsewhere and change no values, are left out.
+    """
+    read: Any = torch._C._autograd._top_saved_tensors_default_hooks
+    hooks = read(True) or ()
+    return tuple(
+        str(each)
+        for each in hooks
+        if str(getattr(each, "__module__", "")).partition(".")[0] != "torch"
+    )
 
 
 def function_modes() -> tuple[str, ...]:

@@ -70,6 +70,44 @@ def test_errors_that_eager_execution_raises_too_may_be_caught() -> None:
     assert torch.equal(trace_step(step, module=model)(x).bind(model)(x), step(x))
 
 
+FAILING: dict[str, Callable[[Tensor], Any]] = {
+    "linear": lambda y: y @ torch.ones(7, 7),
+    "cat": lambda y: torch.cat([y, torch.ones(2, 2, 2)]),
+    "in place": lambda y: y.detach().add_(torch.ones(9)),
+    "split": lambda y: torch.split(y, [9, 9])[0],
+    "backward": lambda y: torch.autograd.grad(y, [y])[0],
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_an_operator_that_failed_and_whose_error_is_caught_is_not_in_the_graph(name: str) -> None:
+    model, x = nn.Linear(4, 4), torch.ones(3, 4)
+
+    def step(x: Tensor) -> Tensor:
+        y = model(x)
+        try:
+            return FAILING[name](y).detach()  # type: ignore[no-any-return]
+        except RuntimeError:
+            return y.detach() * 2
+
+    assert torch.equal(trace_step(step, module=model)(x).bind(model)(x), step(x))
+
+
+def test_labels_out_of_bounds_raise_the_errors_of_eager_execution() -> None:
+    def step(labels: Tensor) -> Tensor:
+        return nn.functional.one_hot(labels, 4)
+
+    run = trace_step(step)(torch.tensor([0, 3])).bind()
+    for labels in ([1, 2], [0, 4], [-1, 0]):
+        errors = []
+        for each in (step, run):
+            try:
+                errors.append(str(each(torch.tensor(labels)).tolist()))
+            except RuntimeError as error:
+                errors.append(str(error).partition("\n")[0])
+        assert errors[0] == errors[1]
+
+
 @pytest.mark.parametrize("kind", [dict, set, frozenset])
 def test_tensors_of_the_module_are_no_keys_from_outside(kind: Callable[..., Any]) -> None:
     model = nn.Linear(4, 4)

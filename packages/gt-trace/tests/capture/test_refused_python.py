@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn.utils import rnn
 
 from gt_trace import CaptureError, InputMismatchError, trace_step
 from gt_trace.joint import export_joint_graph, partition
+from gt_trace.testing import fake_world
 
 X = torch.ones(3, 4)
 gru = nn.GRU(4, 5, batch_first=True)
@@ -81,6 +82,29 @@ def splits(x: Tensor) -> Any:
     return torch.tensor_split(x, x[0, :2].long())
 
 
+def reads_a_version(x: Tensor) -> Tensor:
+    return x * gru.weight_ih_l0._version
+
+
+def written(write: Callable[[Tensor, Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    """Return a step that reads the number of a literal after it was written."""
+
+    def step(x: Tensor) -> Tensor:
+        literal = torch.tensor(0.0)
+        write(literal, x.mean())
+        return x * (2 if literal.item() > 0 else 3)
+
+    return step
+
+
+LITERALS = [
+    written(lambda literal, mean: literal.view(1).add_(mean)),
+    written(lambda literal, mean: torch._foreach_add_([literal], [mean])),
+    written(lambda literal, mean: literal.data.copy_(mean)),
+    written(lambda literal, mean: literal.view(1).__setitem__(0, mean)),
+    written(lambda literal, _: literal.view(1).uniform_()),
+]
+
 PACKED = "Lengths of packed sequences are values; pass padded sequences, and mask what lies behind"
 VALUE = "the step needs the value of a tensor while it is captured, when tensors have none"
 REFUSED: dict[Callable[[Tensor], Any], tuple[str, str]] = {
@@ -95,6 +119,8 @@ REFUSED: dict[Callable[[Tensor], Any], tuple[str, str]] = {
     makes_a_tensor: (VALUE, "Compute with tensors"),
     pads: (VALUE, "Compute with tensors"),
     splits: (VALUE, "Compute with tensors"),
+    reads_a_version: ("the step reads how often a tensor was written (Tensor._version)", ""),
+    **dict.fromkeys(LITERALS, (VALUE, "Compute with tensors")),
     nests: ("an operator has no rule for the tensors of a capture", "torch.library.register_fake"),
     calls_an_operator: ("an operator has no rule", "Register one (torch.library.register_fake)"),
 }
@@ -108,6 +134,37 @@ def test_it_is_refused_with_its_line_and_a_remedy(step: Callable[[Tensor], Any])
     assert str(caught.value).startswith(what)
     assert f", in {step.__name__}\n" in str(caught.value)
     assert remedy in str(caught.value)
+
+
+def test_numbers_of_literals_that_numbers_were_added_to_are_constants() -> None:
+    step = written(lambda literal, _: literal.view(1).add_(2))
+    assert torch.equal(trace_step(step)(X).bind()(X), X * 2)
+
+
+COLLECTIVES: list[Callable[[Tensor], Any]] = [
+    distributed.all_reduce,
+    lambda x: distributed.broadcast(x, 0),
+    lambda x: distributed.all_gather([torch.empty_like(x)] * 2, x),
+    lambda x: distributed.all_reduce(x, async_op=True).wait(),
+    lambda x: distributed.all_gather_object([None, None], {"loss": 1.0}),
+    lambda x: distributed.barrier(),
+]
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_collectives_of_eager_execution_are_refused_by_name_and_line(collective: Any) -> None:
+    def step(x: Tensor) -> Tensor:
+        y = x * 2
+        collective(y)
+        return y
+
+    with (
+        fake_world(rank=0, world_size=2),
+        pytest.raises(CaptureError, match="calls a collective of eager execution") as error,
+    ):
+        trace_step(step)(X)
+    assert "test_refused_python.py" in str(error.value)
+    assert "_functional_collectives" in str(error.value)
 
 
 def test_logging_does_not_end_a_capture(caplog: pytest.LogCaptureFixture) -> None:

@@ -174,6 +174,11 @@ SETTINGS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "oneDNN": (lambda: torch.backends.mkldnn.flags(enabled=False), "oneDNN: False, and was True"),
     "no_grad": (torch.no_grad, "autograd was enabled, and operators may depend on it; call the"),
     "inference": (torch.inference_mode, "autograd was enabled"),
+    "anomaly": (torch.autograd.detect_anomaly, "anomaly mode that checks for nan: True, and was"),
+    "saved": (
+        lambda: torch.autograd.graph.saved_tensors_hooks(Tensor.bfloat16, Tensor.float),
+        "hooks of saved tensors: .*bfloat16.*, and was none",
+    ),
     "fast path": (slow_attention, r"fast path of nn\.MultiheadAttention: False, and was True"),
 }
 
@@ -248,14 +253,30 @@ def test_attention_that_takes_no_fast_path_is_captured(batch_first: bool) -> Non
     assert torch.equal(run(x), step(x))
 
 
-def test_inference_mode_is_refused_around_a_capture_and_inside_of_a_step() -> None:
+@pytest.mark.parametrize(
+    ("mode", "remedy"),
+    [
+        (torch.inference_mode, r"use torch\.no_grad\(\) instead"),
+        (torch.autograd.detect_anomaly, "turn it off, and check what the step returns"),
+    ],
+)
+def test_modes_without_a_trace_are_refused_around_a_capture_and_inside_of_a_step(
+    mode: Callable[[], Any], remedy: str
+) -> None:
     module, x = nn.Dropout(0.5), torch.randn(4)
 
     def step(x: Tensor) -> Tensor:
-        with torch.inference_mode():
+        with mode():
             return module(x)
 
-    with torch.inference_mode(), pytest.raises(CaptureError, match=r"use torch\.no_grad\(\) inst"):
+    with mode(), pytest.raises(CaptureError, match=remedy):
         trace_step(module, module=module)(x)
-    with pytest.raises(CaptureError, match=r"(?s)inference_mode is on.*in step"):
+    with pytest.raises(CaptureError, match=rf"(?s){mode.__name__} is on.*{remedy}.*in step"):
         trace_step(step, module=module)(x)
+
+
+def test_hooks_of_saved_tensors_that_pytorch_has_change_no_values() -> None:
+    linear, x = nn.Linear(4, 4), torch.randn(2, 4)
+    run = trace_step(lambda x: linear(x).detach(), module=linear)(x).bind(linear)
+    with torch.autograd.graph.save_on_cpu():
+        assert torch.equal(run(x), linear(x))

@@ -21,6 +21,8 @@ from gt_trace._torch_internals import (
     is_any_autocast_enabled,
     pytree,
 )
+from gt_trace.capture.fake_tensors import forget_written_literals
+from gt_trace.capture.purity import collective_refusal
 from gt_trace.capture.stack_traces import line_of_user
 from gt_trace.capture.thread_settings import (
     ATTENTION_KERNELS,
@@ -99,6 +101,8 @@ def _values_of_kernels() -> list[Any]:
 def refuse_changed_settings(fake_mode: FakeTensorMode) -> Iterator[None]:
     """Refuse operators, run inside on tensors of ``fake_mode``, that read a changed setting.
 
+    Collectives of eager execution are refused, too.
+
     Raises:
         CaptureError: names the settings, the operator and the line.
     """
@@ -111,6 +115,11 @@ def refuse_changed_settings(fake_mode: FakeTensorMode) -> Iterator[None]:
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> Any:
+        if getattr(func, "namespace", None) == "c10d":
+            refused.append(collective_refusal(str(func), line_of_user()))
+            raise CaptureError(refused[0])
+        if isinstance(func, OpOverload):
+            forget_written_literals(func, args, kwargs or {})
         result = dispatch(func, types, args, kwargs or {})
         if func is DEVICE_QUESTION:  # a third of all calls, and no operator
             return result

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from gt_trace._torch_internals import FakeTensor, fake_over_meta, set_conj, set_neg
+from gt_trace._torch_internals import (
+    FakeTensor,
+    fake_over_meta,
+    set_conj,
+    set_neg,
+    storage_key,
+    traced_tensors,
+)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -30,6 +38,35 @@ def mapped_tensors(value: Any, tensor: Callable[[torch.Tensor], torch.Tensor]) -
     if isinstance(value, list | tuple):
         return type(value)([mapped_tensors(each, tensor) for each in value])
     return value
+
+
+def forget_written_literals(
+    func: Any, args: Sequence[object], kwargs: Mapping[str, object]
+) -> None:
+    """Forget the values of tensor literals that an operator writes, and those of their views.
+
+    PyTorch knows the value of a literal (``torch.tensor(0.0)``) while it traces, for ``.item()``,
+    and forgets that of an operator's result alone if the value depends on other tensors.
+
+    Args:
+        func: operator that is about to run.
+        args: its operands, as fake tensors.
+        kwargs: likewise.
+    """
+    if not func._schema.is_mutable:
+        return
+    known = traced_tensors()
+    operands = tensors_in([*args, *kwargs.values()])
+    slots = [known[each] for each in operands if each in known]
+    constants = {storage_key(each.constant) for each in slots if each.constant is not None}
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    if not constants or not (is_random or any(each.constant is None for each in slots)):
+        return
+    for tensor, slot in [*known.items()]:
+        if slot.constant is not None and storage_key(slot.constant) in constants:
+            known[tensor] = replace(slot, constant=None)
+            if isinstance(tensor, FakeTensor):
+                tensor.constant = None
 
 
 def fake_over(like: torch.Tensor, element: torch.Tensor) -> torch.Tensor:

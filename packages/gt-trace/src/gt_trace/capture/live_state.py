@@ -15,9 +15,10 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from gt_trace._torch_internals import DisableTorchFunction
+from gt_trace._torch_internals import DisableTorchFunction, FakeTensor, get_proxy_mode
 from gt_trace.capture.given_tensors import GivenTensors, refuse_data_assignments
 from gt_trace.capture.input_uses import InputUse
 from gt_trace.capture.module_state import StateSlot
@@ -27,8 +28,9 @@ from gt_trace.capture.stack_traces import is_of_user, line_of_user
 from gt_trace.capture.stand_ins import copied, is_plain
 from gt_trace.capture.thread_settings import (
     ATTENTION,
+    checks_for_nan,
     refuse_fast_path,
-    refuse_inference_mode,
+    refuse_modes,
 )
 from gt_trace.errors import CaptureError
 
@@ -46,16 +48,17 @@ _LAYOUT_READS: Mapping[Any, InputUse] = {
 
 _MEMORY = (
     *(torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage),
-    *(torch.Tensor.is_set_to, torch.Tensor._is_view, vars(torch._C.TensorBase)["_base"].__get__),
+    *(torch.Tensor.is_set_to, torch.Tensor._is_view),
+    *(vars(torch._C.TensorBase)[name].__get__ for name in ("_base", "_version")),
 )
-"""Functions by which Python reads in which memory a tensor lies."""
+"""Functions by which Python reads in which memory a tensor lies, or how often it was written."""
 
 _IS_LEAF = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]  # a descriptor
 _GRADIENT = torch.Tensor.grad.__get__  # type: ignore[union-attr]  # likewise
 
 _CHECKED = frozenset(
     {*VALUES_OF, *_DIFFERENTIATING, *_FORMATTING, *_LAYOUT_READS, *_MEMORY}
-    | {ATTENTION, _IS_LEAF, _GRADIENT}
+    | {ATTENTION, _IS_LEAF, _GRADIENT, functional.one_hot}
 )
 
 
@@ -115,8 +118,10 @@ class LiveState(TorchFunctionMode):
             )
         args = self._replaced(args)
         # Dynamo, which reads this for torch.cond, does not know the question about inference mode.
-        if not torch.compiler.is_dynamo_compiling() and torch.is_inference_mode_enabled():
-            refuse_inference_mode(line_of_user())
+        if not torch.compiler.is_dynamo_compiling() and (
+            torch.is_inference_mode_enabled() or checks_for_nan()
+        ):
+            refuse_modes(line_of_user())
         if func in _CHECKED:
             if func == _IS_LEAF and id(args[0]) in self._by_id:
                 return self._by_id[id(args[0])].is_leaf
@@ -164,8 +169,9 @@ class LiveState(TorchFunctionMode):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch's
         self._assignments.__exit__(kind, error, trace)
-        if kind is None:
+        if kind is None and self._errors:
             self._refuse_caught()
+            _erase_failed_nodes()
 
     def _refuse_caught(self) -> None:
         """Refuse a step that went on after an error of the trace, as if it were one of its own."""
@@ -188,16 +194,19 @@ class LiveState(TorchFunctionMode):
         elif func in (_IS_LEAF, _GRADIENT):
             if func == _GRADIENT and id(args[0]) in self._by_id:
                 self._by_id[id(args[0])].refuse_stale_gradient()
+        elif func is functional.one_hot:
+            _check_classes(*args, **kwargs)
         elif func in _FORMATTING:
             if line := _formatting_line():
                 raise CaptureError(values_needed(func.__qualname__, line))
         elif (func in _MEMORY or func in _LAYOUT_READS) and _is_called_by_user(func.__name__):
             if func in _MEMORY:
                 name = getattr(func, "__self__", func).__name__
+                what = "how often a tensor was written" * (name == "_version")
                 raise CaptureError(
-                    f"the step reads in which memory a tensor lies (Tensor.{name}), which "
-                    f"another call has otherwise:\n{line_of_user()}\nCompare tensors by `is`, "
-                    "count bytes by numel() * element_size(), or read it outside of the step"
+                    f"the step reads {what or 'in which memory a tensor lies'} (Tensor.{name}), "
+                    f"which another call has otherwise:\n{line_of_user()}\nCompare tensors by "
+                    "`is`, count bytes by numel() * element_size(), or read it outside of the step"
                 )
             if self._given is not None:
                 self._given.note_layout_read(args[0], _LAYOUT_READS[func])
@@ -221,6 +230,24 @@ class LiveState(TorchFunctionMode):
         if kind is dict:
             return {key: self._replaced(each) for key, each in value.items()}
         return value
+
+
+def _check_classes(tensor: torch.Tensor, num_classes: object = -1) -> None:
+    """Record the check of eager execution that numbers of classes are within bounds."""
+    if isinstance(num_classes, int) and num_classes > 0 and isinstance(tensor, FakeTensor):
+        torch._assert_async(tensor.ge(0).all(), "Class values must be non-negative.")
+        torch._assert_async(
+            tensor.lt(num_classes).all(), "Class values must be smaller than num_classes."
+        )
+
+
+def _erase_failed_nodes() -> None:
+    """Erase nodes of operators that raised an error, which the step caught."""
+    mode = get_proxy_mode()
+    nodes = [] if mode is None else [*mode.tracer.graph.nodes]
+    for node in reversed(nodes):
+        if node.op == "call_function" and not node.users and "val" not in node.meta:
+            node.graph.erase_node(node)
 
 
 def _is_called_by_user(name: str) -> bool:

@@ -67,6 +67,9 @@ def refusal_of(error: Exception) -> CaptureError | None:
     lines = [frame for frame in frames if is_of_user(frame[0].f_code)]
     where = "".join(traceback.StackSummary.extract(iter(lines[-1:])).format()).rstrip()
     what = str(error).strip().partition("\n")[0].partition(" (unhinted")[0]
+    called = [f for f, _ in frames if f.f_code.co_filename.endswith("distributed_c10d.py")]
+    if called:
+        return CaptureError(collective_refusal(called[0].f_code.co_name, where))
     if replaces:
         return CaptureError(
             "the step replaces tensors or their memory, and a replay would not replace them "
@@ -80,6 +83,21 @@ def refusal_of(error: Exception) -> CaptureError | None:
             "other operators"
         )
     return CaptureError(values_needed(what, where, _remedy(frames)))
+
+
+def collective_refusal(name: str, where: str) -> str:
+    """Return the text that refuses a collective of eager execution.
+
+    Args:
+        name: function or operator.
+        where: line of the user's code.
+    """
+    return (
+        f"the step calls a collective of eager execution ({name}), which writes its operands and "
+        f"is no operator of a graph:\n{where}\nUse one that returns its result "
+        "(torch.distributed._functional_collectives.all_reduce and others), or call it outside of "
+        "the step"
+    )
 
 
 _REPLACING = (

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from gt_trace._torch_internals import is_fake
+from gt_trace.annotate import REPLACED
 from gt_trace.capture.mentioned_names import MentionedNames, names_in, names_of_class
 from gt_trace.capture.python_holders import (
     BUFFER,
@@ -343,9 +344,10 @@ class PythonState:
         if _is_library(value.__globals__):
             # What a decorator wraps is a user's.
             held = [each for cell in cells.values() for each in contents_of_cell(cell).values()]
+            held += [each for name, each in value.__dict__.items() if name != REPLACED]
             self._pending += [
                 (each, parent, key)
-                for each in (*held, *value.__dict__.values())
+                for each in held
                 if not isinstance(each, dict | list | set | deque)
             ]
             return

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import backends, nn
 
-from gt_trace._torch_internals import function_modes, kernel_settings
+from gt_trace._torch_internals import function_modes, kernel_settings, saved_tensors_hooks
 from gt_trace.capture.stack_traces import line_of_user
 from gt_trace.errors import CaptureError
 
@@ -24,6 +24,12 @@ KERNEL_SETTINGS = kernel_settings()
 
 ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 
+
+def checks_for_nan() -> bool:
+    """Return whether each backward raises an error if its result is not a number."""
+    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+
+
 SETTINGS: Mapping[str, Callable[[], object]] = MappingProxyType(
     {
         "default dtype": torch.get_default_dtype,
@@ -31,6 +37,8 @@ SETTINGS: Mapping[str, Callable[[], object]] = MappingProxyType(
         "torch function modes": function_modes,
         "oneDNN": KERNEL_SETTINGS["oneDNN"][0],
         "cuDNN": KERNEL_SETTINGS["cuDNN"][0],
+        "anomaly mode that checks for nan": checks_for_nan,
+        "hooks of saved tensors": saved_tensors_hooks,
         "fast path of nn.MultiheadAttention": backends.mha.get_fastpath_enabled,
         **{
             f"attention: {kind}_sdp_enabled": getattr(backends.cuda, f"{kind}_sdp_enabled")
@@ -71,17 +79,25 @@ ATTENTION: Any = nn.functional.multi_head_attention_forward
 """The torch function that ``nn.MultiheadAttention`` calls where it takes no other path."""
 
 
-def refuse_inference_mode(line: str = "") -> None:
-    """Refuse to capture in ``torch.inference_mode``.
+def refuse_modes(line: str = "") -> None:
+    """Refuse to capture in ``torch.inference_mode``, or in anomaly mode.
 
     Raises:
-        CaptureError: it is on; the text ends with ``line``, of the user's code.
+        CaptureError: one is on; the text ends with ``line``, of the user's code.
     """
+    problem = ""
     if torch.is_inference_mode_enabled():
-        raise CaptureError(
+        problem = (
             "torch.inference_mode is on, where a trace has other operators than eager execution "
-            f"runs; use torch.no_grad() instead{':' if line else ''}\n{line}".rstrip()
+            "runs; use torch.no_grad() instead"
         )
+    elif checks_for_nan():
+        problem = (
+            "torch.autograd.detect_anomaly is on, which checks values of gradients, and tensors "
+            "have none while they are captured; turn it off, and check what the step returns"
+        )
+    if problem:
+        raise CaptureError(f"{problem}{':' if line else ''}\n{line}".rstrip())
 
 
 def refuse_fast_path(operands: Iterable[object]) -> None:

@@ -59,7 +59,7 @@ from gt_trace.capture.shared_inputs import refuse_dependent_inputs
 from gt_trace.capture.stack_traces import memoised_stack_traces
 from gt_trace.capture.stand_ins import hashed_as
 from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor
-from gt_trace.capture.thread_settings import refuse_inference_mode
+from gt_trace.capture.thread_settings import refuse_modes
 from gt_trace.capture.traced_derivatives import EAGER_OPERATORS, refuse_traced_derivatives
 from gt_trace.capture.traced_step import TracedStep
 from gt_trace.garbage_collection import held_garbage_collection
@@ -151,7 +151,7 @@ def trace_without_code(
 
     def once(changes: PythonChanges, args: Any, kwargs: Any) -> TracedStep:
         refuse_gradient_hooks(module)
-        refuse_inference_mode()
+        refuse_modes()
         captured_mode = CapturedMode.now(module)
         inputs = TraceInputs(args=args, kwargs=kwargs)
         for preparer in input_preparers:

@@ -60,7 +60,7 @@ from gt_trace.capture.shared_inputs import refuse_dependent_inputs
 from gt_trace.capture.stack_traces import memoised_stack_traces
 from gt_trace.capture.stand_ins import hashed_as, liken
 from gt_trace.capture.subclass_layout import PLAIN, TensorLayout, flatten_tensor
-from gt_trace.capture.thread_settings import refuse_inference_mode
+from gt_trace.capture.thread_settings import refuse_modes
 from gt_trace.capture.traced_derivatives import EAGER_OPERATORS, refuse_traced_derivatives
 from gt_trace.errors import CaptureError
 from gt_trace.joint.joint_descriptors import (
@@ -129,7 +129,7 @@ def _joint_graph(
     preparers: Sequence[InputPreparer],
     changes: PythonChanges,
 ) -> JointGraph:
-    refuse_inference_mode()
+    refuse_modes()
     mode = CapturedMode.now(module)
     for preparer in preparers:
         inputs = preparer.before_faking(inputs)
