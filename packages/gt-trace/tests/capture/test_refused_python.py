@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -70,6 +71,27 @@ def nests(x: Tensor) -> Tensor:
     return torch.nested.nested_tensor([x, x]).sum()
 
 
+def nests_jagged(x: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.jagged).values()
+
+
+def multiplies_sparse(x: Tensor) -> Tensor:
+    return torch.sparse.mm(COMPRESSED, x)
+
+
+def differentiates_forward(x: Tensor) -> Any:
+    def differentiates_forward(x: Tensor) -> Tensor:
+        return nn.functional.linear(x, gru.weight_ih_l0, gru.bias_ih_l0)
+
+    return torch.autograd.functional.jacobian(
+        differentiates_forward, x, vectorize=True, strategy="forward-mode"
+    )
+
+
+def calls_a_captured_step(x: Tensor) -> Any:
+    return CAPTURED(x)
+
+
 def calls_an_operator(x: Tensor) -> Tensor:
     return without_rule(x)
 
@@ -105,6 +127,8 @@ LITERALS = [
     written(lambda literal, _: literal.view(1).uniform_()),
 ]
 
+COMPRESSED = torch.eye(3).to_sparse_csr()
+CAPTURED = trace_step(lambda x: x * 2)(X).bind()
 PACKED = "Lengths of packed sequences are values; pass padded sequences, and mask what lies behind"
 VALUE = "the step needs the value of a tensor while it is captured, when tensors have none"
 REFUSED: dict[Callable[[Tensor], Any], tuple[str, str]] = {
@@ -121,6 +145,10 @@ REFUSED: dict[Callable[[Tensor], Any], tuple[str, str]] = {
     splits: (VALUE, "Compute with tensors"),
     reads_a_version: ("the step reads how often a tensor was written (Tensor._version)", ""),
     **dict.fromkeys(LITERALS, (VALUE, "Compute with tensors")),
+    nests_jagged: ("the step makes a nested tensor, whose sizes are values", "Pass padded"),
+    multiplies_sparse: ("the step reads a sparse tensor from outside", "Pass its dense parts"),
+    differentiates_forward: ("the step mixes tensors of the capture", "use torch.func.jacfwd"),
+    calls_a_captured_step: ("a captured step is called inside of a step that is being", ""),
     nests: ("an operator has no rule for the tensors of a capture", "torch.library.register_fake"),
     calls_an_operator: ("an operator has no rule", "Register one (torch.library.register_fake)"),
 }
@@ -139,6 +167,25 @@ def test_it_is_refused_with_its_line_and_a_remedy(step: Callable[[Tensor], Any])
 def test_numbers_of_literals_that_numbers_were_added_to_are_constants() -> None:
     step = written(lambda literal, _: literal.view(1).add_(2))
     assert torch.equal(trace_step(step)(X).bind()(X), X * 2)
+
+
+def test_a_dynamic_size_where_an_operator_takes_numbers_is_refused() -> None:
+    def step(x: Tensor) -> Tensor:
+        return nn.functional.pad(x, (0, 0, 0, -x.shape[0] % 8))
+
+    x = torch.ones(9, 4)
+    torch._dynamo.mark_dynamic(x, 0)
+    with pytest.raises(
+        CaptureError, match=r"(?s)takes numbers where the step.*Do not mark the dim"
+    ):
+        trace_step(step)(x)
+
+
+def test_a_captured_step_is_copied_and_not_pickled() -> None:
+    assert torch.equal(copy.deepcopy(CAPTURED)(X), X * 2)
+    for each in (CAPTURED, CAPTURED.step):
+        with pytest.raises(TypeError, match="cannot be pickled; store it by gt_trace"):
+            pickle.dumps(each)
 
 
 COLLECTIVES: list[Callable[[Tensor], Any]] = [

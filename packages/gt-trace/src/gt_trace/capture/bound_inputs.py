@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -61,6 +63,19 @@ class CapturedInputs:
 
     groups: tuple[CapturedGroup, ...] = ()
     """Parameter groups of the optimizer that was captured."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return what ``copy`` needs.
+
+        Raises:
+            TypeError: it is pickled.
+        """
+        if sys._getframe(1).f_code.co_filename != copy.__file__:
+            raise TypeError(
+                "a capture holds tensors without data, which cannot be pickled; store it by "
+                "gt_trace.artifacts.save_step.save, or capture again where it is needed"
+            )
+        return object.__reduce_ex__(self, protocol)
 
 
 class BoundInputs:

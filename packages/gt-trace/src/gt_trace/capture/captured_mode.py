@@ -22,11 +22,13 @@ from gt_trace._torch_internals import (
     GLOBAL_HOOKS,
     DisableTorchFunction,
     function_modes,
+    get_proxy_mode,
     is_any_autocast_enabled,
 )
 from gt_trace.capture.autocast_cache import SurroundingAutocast
 from gt_trace.capture.failing_node import note_failing_node
 from gt_trace.capture.read_values import ReadValues
+from gt_trace.capture.stack_traces import line_of_user
 from gt_trace.capture.thread_settings import (
     Settings,
     named_settings,
@@ -185,6 +187,11 @@ class ModeGuard:
             self._refuse([_STALE_CASTS])
         settings = settings_now()
         if settings != self._settings:
+            if get_proxy_mode() is not None:
+                raise CaptureError(
+                    "a captured step is called inside of a step that is being captured; call the "
+                    f"function that it was made of:\n{line_of_user()}"
+                )
             if problems := setting_problems(self._captured.settings, settings):
                 self._refuse(problems)
             self._settings = settings

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,7 +62,10 @@ def refusal_of(error: Exception) -> CaptureError | None:
     if isinstance(error, CaptureError):
         return error
     replaces = any(each in str(error) for each in _REPLACING)
-    if not (replaces or asks_for_values(error) or lacks_fake_kernel(error)):
+    known = next((each for part, each in _KNOWN.items() if part in str(error)), None)
+    if _SIZE_BY_VALUE.search(str(error)):
+        known = None
+    if not (replaces or known or asks_for_values(error) or lacks_fake_kernel(error)):
         return None
     frames = list(traceback.walk_tb(error.__traceback__))
     lines = [frame for frame in frames if is_of_user(frame[0].f_code)]
@@ -70,6 +74,8 @@ def refusal_of(error: Exception) -> CaptureError | None:
     called = [f for f, _ in frames if f.f_code.co_filename.endswith("distributed_c10d.py")]
     if called:
         return CaptureError(collective_refusal(called[0].f_code.co_name, where))
+    if known:
+        return CaptureError(f"{known[0]} ({what.partition('. This')[0]}):\n{where}\n{known[1]}")
     if replaces:
         return CaptureError(
             "the step replaces tensors or their memory, and a replay would not replace them "
@@ -83,6 +89,32 @@ def refusal_of(error: Exception) -> CaptureError | None:
             "other operators"
         )
     return CaptureError(values_needed(what, where, _remedy(frames)))
+
+
+_SIZE_BY_VALUE = re.compile(r"SymIntArrayRef expected.* at index \d+: [^.]*\bu\d+")
+"""An error for a size that depends on values: its symbols have these names."""
+
+_NESTED = (
+    "the step makes a nested tensor, whose sizes are values",
+    "Pass padded tensors, and mask what lies behind their ends",
+)
+_KNOWN = {
+    "SymIntArrayRef expected": (
+        "an operator takes numbers where the step passes a dynamic size",
+        "Do not mark the dimension as dynamic, or pass what needs its size as an argument",
+    ),
+    "is not tracked with proxy": _NESTED,
+    "nested_tensor_from_jagged does not support": _NESTED,
+    "tensors do not have strides": (
+        "the step reads a sparse tensor from outside in a layout that no graph has",
+        "Pass its dense parts as arguments, and put them together inside the step",
+    ),
+    "devices, meta and cpu": (
+        "the step mixes tensors of the capture with tensors that PyTorch made without data",
+        "For a Jacobian by forward mode use torch.func.jacfwd",
+    ),
+}
+"""What raised an error of PyTorch in a trace, and the remedy, by a part of the error's text."""
 
 
 def collective_refusal(name: str, where: str) -> str:
