@@ -147,7 +147,7 @@ REFUSED: dict[Callable[[Tensor], Any], tuple[str, str]] = {
     **dict.fromkeys(LITERALS, (VALUE, "Compute with tensors")),
     nests_jagged: ("the step makes a nested tensor, whose sizes are values", "Pass padded"),
     multiplies_sparse: ("the step reads a sparse tensor from outside", "Pass its dense parts"),
-    differentiates_forward: ("the step mixes tensors of the capture", "use torch.func.jacfwd"),
+    differentiates_forward: ("a Jacobian by forward mode mixes tensors", "Use torch.func.jacfwd"),
     calls_a_captured_step: ("a captured step is called inside of a step that is being", ""),
     nests: ("an operator has no rule for the tensors of a capture", "torch.library.register_fake"),
     calls_an_operator: ("an operator has no rule", "Register one (torch.library.register_fake)"),

@@ -62,12 +62,20 @@ def refusal_of(error: Exception) -> CaptureError | None:
     if isinstance(error, CaptureError):
         return error
     replaces = any(each in str(error) for each in _REPLACING)
-    known = next((each for part, each in _KNOWN.items() if part in str(error)), None)
-    if _SIZE_BY_VALUE.search(str(error)):
-        known = None
+    frames = list(traceback.walk_tb(error.__traceback__))
+    files = {frame.f_code.co_filename.replace(os.sep, "/") for frame, _ in frames}
+    known = None
+    if not _SIZE_BY_VALUE.search(str(error)):
+        known = next(
+            (
+                (problem, remedy)
+                for part, file, problem, remedy in _KNOWN
+                if part in str(error) and any(each.endswith(file) for each in files)
+            ),
+            None,
+        )
     if not (replaces or known or asks_for_values(error) or lacks_fake_kernel(error)):
         return None
-    frames = list(traceback.walk_tb(error.__traceback__))
     lines = [frame for frame in frames if is_of_user(frame[0].f_code)]
     where = "".join(traceback.StackSummary.extract(iter(lines[-1:])).format()).rstrip()
     what = str(error).strip().partition("\n")[0].partition(" (unhinted")[0]
@@ -98,23 +106,30 @@ _NESTED = (
     "the step makes a nested tensor, whose sizes are values",
     "Pass padded tensors, and mask what lies behind their ends",
 )
-_KNOWN = {
-    "SymIntArrayRef expected": (
+_KNOWN = (
+    (
+        "SymIntArrayRef expected",
+        "",
         "an operator takes numbers where the step passes a dynamic size",
         "Do not mark the dimension as dynamic, or pass what needs its size as an argument",
     ),
-    "is not tracked with proxy": _NESTED,
-    "nested_tensor_from_jagged does not support": _NESTED,
-    "tensors do not have strides": (
+    ("is not tracked with proxy", "/torch/nested/__init__.py", *_NESTED),
+    ("nested_tensor_from_jagged does not support", "", *_NESTED),
+    (
+        "tensors do not have strides",
+        "",
         "the step reads a sparse tensor from outside in a layout that no graph has",
         "Pass its dense parts as arguments, and put them together inside the step",
     ),
-    "devices, meta and cpu": (
-        "the step mixes tensors of the capture with tensors that PyTorch made without data",
-        "For a Jacobian by forward mode use torch.func.jacfwd",
+    (
+        "devices, meta and cpu",
+        "/torch/autograd/functional.py",
+        "a Jacobian by forward mode mixes tensors of the capture with tensors without data",
+        "Use torch.func.jacfwd",
     ),
-}
-"""What raised an error of PyTorch in a trace, and the remedy, by a part of the error's text."""
+)
+"""What raised an error of PyTorch in a trace: a part of its text, the end of the name of a file in
+which it arose, and the problem and remedy that a refusal names."""
 
 
 def collective_refusal(name: str, where: str) -> str:
