@@ -14,6 +14,10 @@ import torch
 # The functional collectives register their operators when this module is imported, and a captured
 # graph names them before anybody else may have imported it.
 import torch.distributed._functional_collectives
+
+# Keeps what a capture refuses to a user's code, as reading how often a tensor was written, from
+# refusing it to a pass's wrapper.
+from torch._C import DisableTorchFunction
 from torch._library.utils import is_impure as _is_impure
 
 # The log that tlparse reads; every part of PyTorch that is worth looking at writes to it.
@@ -43,6 +47,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "CANNOT_REPROPAGATE",
+    "DisableTorchFunction",
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",

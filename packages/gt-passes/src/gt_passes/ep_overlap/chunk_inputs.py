@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from gt_config import EpChunkDim
 from gt_config.node_keys import ChunkAnnotation, ChunkRole
-from gt_passes._torch_internals import pytree
+from gt_passes._torch_internals import DisableTorchFunction, pytree
 from gt_passes.ep_overlap.chunk_tensors import join_tensors, split_tensor, wrote_to_a_part
 from gt_passes.ep_overlap.input_layout import InputLayout, TokenDims
 from gt_passes.errors import ForwardChunkingError
@@ -440,7 +440,8 @@ def _is_laid_out_as(shape: Sequence[int], wanted: Sequence[int], dims: TokenDims
 
 def _version(tensor: torch.Tensor) -> int:
     """How often it was written to; tensors of inference mode do not count."""
-    return 0 if tensor.is_inference() else tensor._version
+    with DisableTorchFunction():
+        return 0 if tensor.is_inference() else tensor._version
 
 
 def _describe(value: Any) -> str:
