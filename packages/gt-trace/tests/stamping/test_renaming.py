@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gt_trace._torch_internals import ShapeEnv, sympy_of_torch
-from gt_trace.stamping.renaming import Renaming
+from gt_trace.stamping.known_sizes import Renaming
 
 sympy = sympy_of_torch()
 

@@ -28,9 +28,14 @@ from gt_trace._torch_internals import (
     num_dispatch_modes,
     storage_key,
 )
-from gt_trace.stamping.known_sizes import KnownSizes, SegmentSizes, expression_of
+from gt_trace.stamping.known_sizes import (
+    KnownBefore,
+    KnownSizes,
+    SegmentSizes,
+    ToldSizes,
+    expression_of,
+)
 from gt_trace.stamping.long_sums import LongSums
-from gt_trace.stamping.told_sizes import KnownBefore, ToldSizes
 
 _STATELESS = (Replicate, Shard, Partial, StridedShard)
 

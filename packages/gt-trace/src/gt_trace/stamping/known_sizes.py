@@ -4,21 +4,139 @@ A layer with experts has symbols of its own for the tokens that it gets. In its 
 names, in the order in which they come into it (``size0``, ``size1``, ...). Operators on such sizes
 take PyTorch long, and give in each layer what they gave in the one before, told of the layer's own
 symbols: if what is known of these is the same, too.
+
+An operator also records size constraints: an all-to-all checks that none of its sizes is negative.
+SymPy takes longer to conclude what follows than the operator runs. ``ToldSizes`` stores what
+followed for one layer, for replay with the symbols of another.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import torch
 
-from gt_trace._torch_internals import ShapeEnv
-from gt_trace.stamping.renaming import Renaming
-from gt_trace.stamping.told_sizes import KnownBefore, ToldSizes
+from gt_trace._torch_internals import ShapeEnv, forget_conclusions
+
+
+class Renaming:
+    """Symbols for others, each of them for one, of which SymPy knows the same (``integer``).
+
+    ``xreplace`` makes every relation anew, and SymPy then tries to decide it, which takes
+    milliseconds for sums of 64 sizes. What it could not decide once is not judged again here.
+
+    Args:
+        symbols: new ones by old ones. No expression has a new symbol beside old ones already.
+    """
+
+    def __init__(self, symbols: Mapping[Any, Any]) -> None:
+        self.symbols = symbols
+        self._made: dict[Any, Any] = {}
+
+    def __call__(self, expression: Any) -> Any:
+        """``expression.xreplace(symbols)``."""
+        if not expression.args:
+            return self.symbols.get(expression, expression)
+        made = self._made.get(expression)
+        if made is None:
+            made = self._made[expression] = self._renamed(expression)
+        return made
+
+    def _renamed(self, expression: Any) -> Any:
+        parts = [self(each) for each in expression.args]
+        if all(new is old for new, old in zip(parts, expression.args, strict=True)):
+            return expression
+        if expression.is_Relational:
+            return expression.func(*parts, evaluate=False)
+        return expression.func(*parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToldSizes:
+    """Assertions, what follows from them, and narrower ranges, all of symbols that had names."""
+
+    assertions: tuple[Any, ...]
+    axioms: tuple[tuple[Any, Any], ...]
+    ranges: tuple[tuple[Any, Any], ...]
+
+    def tell(self, shape_env: ShapeEnv, renaming: Renaming, last: Callable[[Any], Any]) -> None:
+        """Let an environment know the same of other symbols, by those that they stand beside.
+
+        Args:
+            shape_env: which knows of the other symbols what it, or another one, knew of these.
+            renaming: to the other symbols.
+            last: of the symbols in an expression the one that was made last.
+        """
+        env: Any = shape_env
+        for symbol, bounds in self.ranges:
+            env.var_to_range[renaming(symbol)] = bounds
+        for assertion in self.assertions:
+            told = replace(assertion, expr=renaming(assertion.expr))
+            env.deferred_runtime_asserts.setdefault(last(told.expr), []).append(told)
+        env.num_deferred_runtime_asserts += len(self.assertions)
+        for expression, truth in self.axioms:
+            env.axioms[renaming(expression)] = truth
+        forget_conclusions(shape_env)
+
+
+class KnownBefore:
+    """What an environment knows before an operator runs."""
+
+    def __init__(self, shape_env: ShapeEnv) -> None:
+        self._env: Any = shape_env
+        self._num_axioms = len(self._env.axioms)
+        self._num_assertions = {
+            symbol: len(listed) for symbol, listed in self._env.deferred_runtime_asserts.items()
+        }
+        self._ranges = dict(self._env.var_to_range)
+        self._others = self._what_is_not_told_again()
+
+    def told_since(self, names: Any) -> ToldSizes | None:
+        """What it knows since then; None if that is more than can be told of other symbols.
+
+        Args:
+            names: the symbols of which it can be told.
+        """
+        env = self._env
+        if (
+            self._others != self._what_is_not_told_again()
+            or self._ranges.keys() != env.var_to_range.keys()
+        ):
+            return None
+        told = ToldSizes(
+            assertions=tuple(
+                assertion
+                for symbol, listed in env.deferred_runtime_asserts.items()
+                for assertion in listed[self._num_assertions.get(symbol, 0) :]
+            ),
+            axioms=tuple(islice(env.axioms.items(), self._num_axioms, None)),
+            ranges=tuple(
+                (symbol, bounds)
+                for symbol, bounds in env.var_to_range.items()
+                if bounds != self._ranges[symbol]
+            ),
+        )
+        expressions = [each.expr for each in told.assertions]
+        expressions += [expression for expression, _ in told.axioms]
+        symbols = {symbol for each in expressions for symbol in each.free_symbols}
+        symbols |= {symbol for symbol, _ in told.ranges}
+        return told if symbols <= names.keys() else None
+
+    def _what_is_not_told_again(self) -> tuple[Any, ...]:
+        """New symbols, and sizes that turned out to be others or numbers: those change results."""
+        env = self._env
+        return (
+            dict(env.replacements),
+            set(env.divisible),
+            set(env.size_like),
+            dict(env.unbacked_renamings),
+            len(env.guards),
+        )
+
 
 _SYMBOL = re.compile(r"[usz]\d+")
 

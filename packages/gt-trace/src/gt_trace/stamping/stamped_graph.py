@@ -25,13 +25,12 @@ from gt_trace._torch_internals import add_node
 from gt_trace.capture.fake_tensors import tensors_in
 from gt_trace.capture.graph_inputs import GraphInput
 from gt_trace.stamping.fake_values import StorageOwners, ValueMaker
-from gt_trace.stamping.node_templates import NodeTemplate, NodeTemplates
 from gt_trace.stamping.numbering import Names, Numbers
 from gt_trace.stamping.references import Reference
 from gt_trace.stamping.report import NotStampable, ReachesTooFar
 from gt_trace.stamping.short_graph import ShortGraph
 from gt_trace.stamping.subgraphs import copy_subgraph
-from gt_trace.stamping.templates import Template
+from gt_trace.stamping.templates import NodeTemplate, NodeTemplates, Template
 from gt_trace.stamping.unit_symbols import UnitSymbols, symbols_bound_by
 
 InputKey = tuple[str, int]

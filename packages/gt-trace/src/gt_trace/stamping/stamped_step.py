@@ -15,12 +15,11 @@ from gt_trace.capture.flat_inputs import FlatInputs, fake_like
 from gt_trace.capture.graph_inputs import GraphInput, name_placeholders, with_uses
 from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor
 from gt_trace.capture.traced_step import TracedStep
-from gt_trace.stamping.planned_layers import PlannedLayers
+from gt_trace.stamping.layer_plan import PlannedLayers
 from gt_trace.stamping.recordings import ReturnedLeaf, StreamRecording
 from gt_trace.stamping.report import NotStampable
-from gt_trace.stamping.short_graph import cut_graph
+from gt_trace.stamping.short_graph import TraceMarks, cut_graph
 from gt_trace.stamping.stamped_graph import StampedGraph
-from gt_trace.stamping.trace_marks import TraceMarks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

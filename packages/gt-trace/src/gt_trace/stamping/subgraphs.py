@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gt_trace._torch_internals import lazy_graph_module
-from gt_trace.stamping.planned_layers import PlannedLayers
+from gt_trace.stamping.layer_plan import PlannedLayers
 from gt_trace.stamping.report import NotStampable
 
 

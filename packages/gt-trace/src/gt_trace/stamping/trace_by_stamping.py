@@ -52,9 +52,12 @@ from gt_trace.stamping.layer_list import (
     refuse_backward_hooks,
     refuse_shared_weights,
 )
-from gt_trace.stamping.layer_plan import plan_layers
-from gt_trace.stamping.operator_stream import record_step
-from gt_trace.stamping.planned_layers import PlannedLayers
+from gt_trace.stamping.layer_plan import PlannedLayers, plan_layers
+from gt_trace.stamping.operator_stream import (
+    record_step,
+    require_equal_streams,
+    require_same_when_short,
+)
 from gt_trace.stamping.recordings import StreamRecording, Vocabulary
 from gt_trace.stamping.report import (
     NotStampable,
@@ -63,9 +66,8 @@ from gt_trace.stamping.report import (
     StampingError,
     StampReport,
 )
+from gt_trace.stamping.short_graph import marked_layers
 from gt_trace.stamping.stamped_step import WholeStep, stamped_step
-from gt_trace.stamping.stream_difference import require_equal_streams, require_same_when_short
-from gt_trace.stamping.trace_marks import marked_layers
 
 _logger = logging.getLogger(__name__)
 _MOST_WARM_UP = 2

@@ -15,8 +15,8 @@ import torch
 from torch.fx import Node
 
 from gt_trace._torch_internals import ShapeEnv, forget_conclusions
+from gt_trace.stamping.known_sizes import Renaming
 from gt_trace.stamping.long_sums import LongSums
-from gt_trace.stamping.renaming import Renaming
 from gt_trace.stamping.report import NotStampable
 
 
