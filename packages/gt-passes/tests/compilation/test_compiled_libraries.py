@@ -14,7 +14,7 @@ from typing import IO
 
 import pytest
 
-from gt_passes.compilation import compiled_libraries
+from gt_passes.compilation import compiler_products
 from gt_passes.compilation.compiler_products import (
     are_libraries,
     packed_libraries,
@@ -79,7 +79,7 @@ def test_what_probes_instruction_sets_comes_back_without_the_note_that_it_could(
 def test_another_machine_builds_its_own(
     product: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(compiled_libraries, "_machine", lambda: "another")
+    monkeypatch.setattr(compiler_products, "_machine", lambda: "another")
     unpack_libraries(product)
     assert files(tmp_path) == ["first/ab/cabc2.main.so", "first/ab/cnever.so"]
 

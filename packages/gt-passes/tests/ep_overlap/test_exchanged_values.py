@@ -9,7 +9,7 @@ from exchange_graphs import capture_exchange
 
 from gt_passes._torch_internals import fake_mode_of, quiet_fake_execution
 from gt_passes.analysis.tensor_signature import signature
-from gt_passes.ep_overlap import exchanged_values
+from gt_passes.ep_overlap import graph_chunks
 from gt_passes.ep_overlap.graph_chunks import ExchangedValues
 
 aten = torch.ops.aten
@@ -42,11 +42,11 @@ def evaluated(graph_module, value_of_node):
 
 def test_values_are_those_of_whole_sums(monkeypatch):
     expected_of = exchange_with_scores()
-    expected = evaluated(expected_of, exchanged_values.evaluate)
+    expected = evaluated(expected_of, graph_chunks.evaluate)
     graph_module = exchange_with_scores()
     values = ExchangedValues(fake_mode_of(graph_module.graph).shape_env)
     num_terms = []
-    plain = exchanged_values.evaluate
+    plain = graph_chunks.evaluate
 
     def counting(node):
         values_read = [each.meta["val"] for each in node.all_input_nodes]
@@ -54,7 +54,7 @@ def test_values_are_those_of_whole_sums(monkeypatch):
         num_terms.extend(len(s.node.expr.args) for s in sizes if isinstance(s, torch.SymInt))
         return plain(node)
 
-    monkeypatch.setattr(exchanged_values, "evaluate", counting)
+    monkeypatch.setattr(graph_chunks, "evaluate", counting)
     found = evaluated(graph_module, values.value)
     values.restore(graph_module.graph.nodes)
     assert set(num_terms) == {0}, "an operator read a long sum"
