@@ -8,7 +8,6 @@ from the scores of each. A record can be written by hand too, for loads that dat
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from types import MethodType
 from typing import Literal
@@ -47,7 +46,7 @@ def follow_record(
         if isinstance(module, TokenChoiceTopKRouter):
             chosen = torch.zeros(batch_size, seq_len, module.num_experts)
             module.register_buffer(BUFFER, chosen, persistent=False)
-            forward = _routed_forward(module, itertools.cycle(range(num_chunks)), writes)
+            forward = _routed_forward(module, num_chunks, writes)
             object.__setattr__(module, "forward", MethodType(forward, module))
 
     def switch(on: bool) -> None:
@@ -57,9 +56,10 @@ def follow_record(
 
 
 def _routed_forward(
-    router: TokenChoiceTopKRouter, chunk_ids: itertools.cycle[int], writes: list[bool]
+    router: TokenChoiceTopKRouter, num_chunks: int, writes: list[bool]
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     original = router.forward
+    chunk_id = [0]  # a number that each forward leaves as it was
 
     def forward(
         self: TokenChoiceTopKRouter,
@@ -75,7 +75,8 @@ def _routed_forward(
         for dim in (0, 1):
             length = scores_BLE.shape[dim]
             if length != chosen_BLE.shape[dim]:
-                chosen_BLE = chosen_BLE.narrow(dim, next(chunk_ids) * length, length)
+                chosen_BLE = chosen_BLE.narrow(dim, chunk_id[0] * length, length)
+                chunk_id[0] = (chunk_id[0] + 1) % num_chunks
         # Added to zeros made of the scores, so that chunks made on the graph cut the record too.
         preferred_BLE = chosen_BLE + scores_BLE.detach() * 0
         chosen_BLK = torch.topk(preferred_BLE, k=self.top_k, dim=-1, sorted=False).indices
