@@ -58,7 +58,11 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 
 # Makes modules whose code is generated when it is first asked for: that of a graph which is changed
 # once more, or is only looked at, is never needed.
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx._lazy_graph_module import (
+    _LazyGraphModule,
+    _make_graph_module,
+    _use_lazy_graph_module,
+)
 
 # make_fx with its recording options is the tracer itself; it has no public name. The proxy mode
 # leads to the graph that is being made.
@@ -553,6 +557,13 @@ def boxed_code(graph: Graph) -> tuple[str, dict[str, Any]]:
 def compiled_function(code: str, names: dict[str, Any]) -> Callable[..., Any]:
     """Return the function ``forward`` of generated code."""
     return _forward_from_src(code, names)
+
+
+def compiled_forward(graph_module: GraphModule) -> Callable[..., Any]:
+    """Return the function that was made when the module was compiled last, after it is made."""
+    _LazyGraphModule.force_recompile(graph_module)
+    made: Callable[..., Any] = type(graph_module).forward
+    return made
 
 
 def lazily_generated_code() -> AbstractContextManager[None]:

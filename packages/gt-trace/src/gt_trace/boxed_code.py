@@ -31,13 +31,15 @@ def boxed(graph_module: GraphModule) -> BoxedFunction:
     an error and drops where it arose.
     """
     code, names = boxed_code(graph_module.graph)
+    called: dict[OpOverload, str] = {}
 
     def direct_call(found: re.Match[str]) -> str:
         statement, namespace, operator, overload = found.groups()
         target = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
         if not isinstance(target, OpOverload):
             return found.group()
-        name = f"call_{namespace}_{operator}_{overload}"
+        # The number, since several operators may have the same three names put together.
+        name = called.setdefault(target, f"call_{len(called)}_{operator}_{overload}")
         names[name] = target._op
         return f"{statement}{name}("
 

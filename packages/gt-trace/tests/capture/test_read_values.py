@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextvars
+import dataclasses
+import decimal
 import enum
 import functools
 import os
@@ -11,6 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -229,3 +232,54 @@ def test_joint_graphs_and_replicated_layers_refuse_it_too() -> None:
     layers[4].scale = 3.0
     with pytest.raises(StateMismatchError, match=r"module\.4\.scale is 3\.0"):
         bound(x)
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        *((np.float32(0.5), np.float32(0.25)), (np.int64(1), np.int64(2))),
+        *((np.bool_(1), np.bool_(0)), (decimal.Decimal("0.5"), decimal.Decimal("0.25"))),
+    ],
+)
+def test_numbers_of_other_classes_than_pythons_are_compared(was: Any, now: Any) -> None:
+    held = types.SimpleNamespace(factor=was)
+    bound = trace_step(lambda x: x * float(held.factor))(torch.ones(2)).bind()
+    held.factor = type(was)(was)  # an equal one
+    bound(torch.ones(2))
+    held.factor = now
+    with pytest.raises(StateMismatchError, match=r"factor is .* when the step was captured"):
+        bound(torch.ones(2))
+
+
+def test_what_a_step_reads_of_an_optimizer_that_was_not_captured_is_compared() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    bound = trace_step(lambda x: model(x) * optimizer.param_groups[0]["lr"], module=model)(
+        torch.ones(2)
+    ).bind(model)
+    optimizer.param_groups[0]["momentum"] = 0.25  # is not read
+    bound(torch.ones(2))
+    optimizer.param_groups[0]["lr"] = 0.25
+    with pytest.raises(StateMismatchError, match=r"\['lr'\] is 0.25, and was 0.5"):
+        bound(torch.ones(2))
+
+
+@dataclasses.dataclass
+class Progress:
+    factor: float = 2.0
+    num_steps: int = 0
+    losses: list[float] = dataclasses.field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"{self.num_steps} steps"
+
+
+def test_fields_of_a_dataclass_that_only_its_text_and_comparison_read_may_change() -> None:
+    progress = Progress()
+    bound = trace_step(lambda x: x * progress.factor)(torch.ones(2)).bind()
+    progress.num_steps += 1
+    progress.losses.append(1.0)
+    assert torch.equal(bound(torch.ones(2)), torch.full((2,), 2.0))
+    progress.factor = 3.0
+    with pytest.raises(StateMismatchError, match=r"factor is 3\.0, and was 2.0"):
+        bound(torch.ones(2))

@@ -15,6 +15,7 @@ import contextvars
 import functools
 import gc
 import logging
+import numbers
 import operator
 import os
 import random
@@ -226,7 +227,9 @@ class PythonState:
         for key, value in held.items():
             is_code = isinstance(value, _CODE)
             is_dunder = key.startswith("__") and key != "__init__"
-            if _way_into(value) is None or (is_dunder and not is_code):
+            if _way_into(value) is None or (
+                is_dunder and (not is_code or _is_for_readers(key, value))
+            ):
                 continue
             name = parent.key if key == "__init__" else key  # of the class
             is_named = is_code or isinstance(value, type) or parent.kind is GLOBALS
@@ -492,6 +495,20 @@ def _way_into(value: Any) -> _Enter | None:
     return _how_entered(kind)
 
 
+def _is_for_readers(name: str, method: Any) -> bool:
+    """Return whether a special method makes text or a copy, or compares, generated from fields."""
+    is_generated = getattr(method, "__code__", _NO_CODE).co_filename.startswith("<")
+    return name in _MAKE_COPIES or (name in _COMPARE and is_generated)
+
+
+_NO_CODE = compile("", "", "exec")
+_MAKE_COPIES = frozenset(
+    {"__repr__", "__str__", "__format__", "__dir__", "__sizeof__", "__del__"}
+    | {"__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"}
+)
+_COMPARE = frozenset({"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__"})
+
+
 def _is_library(held: Mapping[str, Any]) -> bool:
     """Whether the globals are of a module that holds no state of users."""
     package = _package(held.get("__name__"))
@@ -506,6 +523,7 @@ def _package(module: object) -> str:
 
 BY_VALUE = (
     *(bool, int, float, complex, str, bytes, type(None), range, slice),
+    *(numbers.Number, *([numpy.generic] if (numpy := sys.modules.get("numpy")) else [])),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 

@@ -187,7 +187,7 @@ class ReadValues:
                 self._copied.append(Holder(holder.kind, holder.target, holder.before, "", None))
                 self._values[holder.path] = holder.before
             elif holder.kind in (LIST, MAPPING, DEQUE) and not (
-                _is_table(holder) or _is_group(holder)
+                _is_table(holder) or _optimizer_of(holder) is not MISSING
             ):
                 is_ordered = holder.kind is MAPPING and len(holder.before) <= _MOST_ITEMS
                 what, known = (
@@ -203,7 +203,7 @@ class ReadValues:
                     self._in_order += holder.before
             elif holder.kind is OBJECT and not isinstance(holder.target, types.FunctionType):
                 self._sized.append(getattr(holder.target, "__dict__", ()))
-            for key, value in _read_of(holder, self._reads):
+            for key, value in _read_of(holder, self._reads, self.roots.get("optimizer")):
                 for entered in state.entered.get((id(holder), id(key)), ()):
                     pending += nodes.get(entered, ())
                 self._note(holder, key, value)
@@ -234,7 +234,7 @@ class ReadValues:
             self._in_tables.append(value)
 
 
-def _read_of(holder: Holder, names: _Names) -> Iterator[tuple[Any, Any]]:
+def _read_of(holder: Holder, names: _Names, optimizer: object) -> Iterator[tuple[Any, Any]]:
     """Yield what the code that was met may read of an object."""
     kind, held = holder.kind, holder.before
     if kind in (OBJECT, CLASS):
@@ -254,8 +254,11 @@ def _read_of(holder: Holder, names: _Names) -> Iterator[tuple[Any, Any]]:
             # A number is not called.
             if key in names.attributes or key in always or not isinstance(value, BY_VALUE):
                 yield key, value
-    elif _is_group(holder):  # all else is compared by ``BoundOptimizer``
-        yield from ((key, held[key]) for key in held.keys() & {"initial_lr"} & names.mentioned)
+    elif (of_group := _optimizer_of(holder)) is not MISSING:
+        read = names.mentioned
+        if of_group is optimizer:  # all else is compared by ``BoundOptimizer``
+            read = read & {"initial_lr"}
+        yield from ((key, held[key]) for key in held.keys() & read)
     elif kind is GLOBALS or kind is ENVIRONMENT:
         is_module = kind is GLOBALS
         read = names.of_globals.get(id(holder.target), set()) if is_module else names.mentioned
@@ -269,9 +272,12 @@ def _is_table(holder: Holder) -> bool:
     return holder.key in _TABLES and not isinstance(parent, str) and parent.kind is OBJECT
 
 
-def _is_group(holder: Holder) -> bool:
-    """Whether it is a parameter group of an optimizer."""
-    return not isinstance(holder.parent, str) and holder.parent.key == "param_groups"
+def _optimizer_of(group: Holder) -> object:
+    """Return the optimizer of a parameter group; ``MISSING`` for what is none."""
+    groups = group.parent
+    if isinstance(groups, str) or groups.key != "param_groups" or isinstance(groups.parent, str):
+        return MISSING
+    return groups.parent.target
 
 
 def _are_known(values: Iterator[Any], known: list[Any]) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from gt_trace._torch_internals import pytree
+from gt_trace._torch_internals import compiled_forward, pytree
 from gt_trace.boxed_code import boxed
 from gt_trace.capture.bound_inputs import BoundInputs, CapturedInputs
 from gt_trace.capture.captured_mode import ModeGuard, as_captured
@@ -134,15 +134,15 @@ class BoundStep:
 
 def _current_code(graph_module: GraphModule) -> Callable[..., Sequence[Any]]:
     """Return a function that runs the graph as it was when it was compiled last."""
-    run: Any = None
-    forward: Any = None
+    compiled = compiled_forward(graph_module)
+    run = boxed(graph_module)
 
     def call(*plain: torch.Tensor) -> Sequence[Any]:
-        nonlocal run, forward
-        if type(graph_module).forward is not forward:  # each recompile() makes another
-            forward, run = type(graph_module).forward, boxed(graph_module)
-        outputs: Sequence[Any] = run([*plain])
-        return outputs
+        nonlocal run, compiled
+        if type(graph_module).forward is not compiled:  # each recompile() makes another
+            compiled = compiled_forward(graph_module)
+            run = boxed(graph_module)
+        return run([*plain])
 
     return call
 
