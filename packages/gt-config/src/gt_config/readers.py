@@ -31,7 +31,7 @@ class NeededValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readers:
-    """What decides whether something in a run reads an option."""
+    """The conditions under which something in a run reads an option."""
 
     needs: tuple[NeededValue, ...] = ()
     """All of them must hold."""

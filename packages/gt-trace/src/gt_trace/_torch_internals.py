@@ -560,7 +560,7 @@ def compiled_function(code: str, names: dict[str, Any]) -> Callable[..., Any]:
 
 
 def compiled_forward(graph_module: GraphModule) -> Callable[..., Any]:
-    """Return the function that was made when the module was compiled last, after it is made."""
+    """Return ``forward`` as of the last ``recompile()``; a lazy module generates it first."""
     _LazyGraphModule.force_recompile(graph_module)
     made: Callable[..., Any] = type(graph_module).forward
     return made

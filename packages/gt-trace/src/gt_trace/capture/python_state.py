@@ -496,7 +496,10 @@ def _way_into(value: Any) -> _Enter | None:
 
 
 def _is_for_readers(name: str, method: Any) -> bool:
-    """Return whether a special method makes text or a copy, or compares, generated from fields."""
+    """Return whether no graph depends on a special method: it makes text, or a copy.
+
+    A comparison that was generated from fields, as of a dataclass, counts likewise.
+    """
     is_generated = getattr(method, "__code__", _NO_CODE).co_filename.startswith("<")
     return name in _MAKE_COPIES or (name in _COMPARE and is_generated)
 
@@ -529,7 +532,7 @@ BY_VALUE = (
 
 
 def _is_reordered(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> bool:
-    """Return whether keys that both have stand in another order."""
+    """Return whether the keys that both have are in another order."""
     if all(map(operator.is_, before, after)):
         return False
     places = dict(zip(before, range(len(before)), strict=True))

@@ -133,7 +133,7 @@ class BoundStep:
 
 
 def _current_code(graph_module: GraphModule) -> Callable[..., Sequence[Any]]:
-    """Return a function that runs the graph as it was when it was compiled last."""
+    """Return a function that runs the graph as of its last ``recompile()``."""
     compiled = compiled_forward(graph_module)
     run = boxed(graph_module)
 

@@ -60,7 +60,7 @@ def explain_flags(arguments: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownSettings:
-    """What is judged of a configuration of the catalog before it is imported."""
+    """Values of a configuration of the catalog that are judged before it is imported."""
 
     values: Mapping[str, Any]
     """By flag, as configured for a CPU: ``preflight.plain_settings``, and every ``--compile``."""

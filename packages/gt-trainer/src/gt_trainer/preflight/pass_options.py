@@ -1,7 +1,7 @@
-"""What the passes of a run say of its options: names that do not fit, or do nothing, and bits.
+"""Options judged by the passes of a run: names that do not fit or do nothing, and numerics.
 
-Recipes are values that can be compared (docs/decisions/0020-where-passes-run.md). When an option is
-read at all is the mark of its field in gt-config (``gt_config.readers``).
+Recipes are values that can be compared (docs/decisions/0020-where-passes-run.md). The mark of a
+field in gt-config (``gt_config.readers``) says when an option is read at all.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RunOptions:
             return True
 
     def _finds_work(self, graph_pass: GraphPass) -> bool:
-        """Whether there are collectives for the pass; a plan may make them on any axis."""
+        """Return whether the mesh has collectives for the pass. A plan may add some on any axis."""
         axes = graph_pass.mesh_axes
         if not axes or not self.looks_at_mesh or self.options.autoparallel:
             return True
@@ -121,7 +121,7 @@ def pass_violations(run: RunOptions, *, asked: Collection[str] = ()) -> Iterator
 
 
 def _chosen(options: CompileConfig) -> Iterator[tuple[str, object]]:
-    """The options that are not at their defaults, with these."""
+    """Yield the options that differ from their defaults, with the defaults."""
     kind = type(options)
     for path in option_paths(kind):
         default = default_option(kind, path)
@@ -184,7 +184,7 @@ def bitwise_violations(options: CompileConfig, topology: Topology) -> Iterator[V
 
 
 def _besides_passes(run: RunOptions) -> Mapping[str, str]:
-    """What sums in another order, and is no pass; with the option that asks for it."""
+    """Return what sums in another order and is no pass, with the option that causes it."""
     options, topology = run.options, run.topology
     overlap = options.ep_overlap
     chunks = options.mode == "aot_fx_trace" and overlap.enabled and overlap.strategy == "eager"
@@ -203,7 +203,7 @@ def _besides_passes(run: RunOptions) -> Mapping[str, str]:
 
 
 def _bringing(run: RunOptions, name: str) -> list[str]:
-    """The options that bring a pass, be it that another one would bring it too."""
+    """Return the options that add a pass, each by itself."""
     found = ["config.passes"] if name in run.options.passes else []
     unnamed = run.without("passes", ()).without("disable_passes", ())
     for path, default in _chosen(unnamed.options):

@@ -42,7 +42,7 @@ from gt_trainer.steps.training_step import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
-    """What a trainer has built that a step is made of."""
+    """The objects of a trainer of which a step is made."""
 
     options: TrainerCompileConfig
     model_parts: Sequence[nn.Module]
@@ -56,7 +56,7 @@ class StepParts:
     preparation: BatchPreparation
     parallel_dims: ParallelDims
     settings: RunSettings
-    """What identifies the graphs of the run."""
+    """The facts that identify the graphs of the run."""
 
     device: torch.device
     reshard_after_forward: ReshardChoice

@@ -32,7 +32,7 @@ class StepReport(Protocol):
 
     @property
     def passes(self) -> tuple[PassManagerReport, ...]:
-        """What passes did, one report for each graph that they ran on."""
+        """Reports of passes, one for each graph that they ran on."""
 
     @property
     def graph_modules(self) -> tuple[GraphModule, ...]:
