@@ -250,7 +250,9 @@ class CompileConfig:
     )
     """Move FSDP communication to where no other communication runs."""
 
-    pipeline_gathered_gib: float | None = field(default=None, metadata=read(_TRACED, _STAGES))
+    pipeline_gathered_gib: float | None = field(
+        default=None, metadata=read(_TRACED, _STAGES, axes=_SHARDS)
+    )
     """Gathered parameters that a rank of a pipeline may hold, in GiB.
     A rank gathers its next stages, three at most, as far as they fit.
     None: whatever three take."""

@@ -41,13 +41,14 @@ class Readers:
     """Whether passes alone read it, so that the recipe shows what it does."""
 
 
-def read(*needs: NeededValue) -> MappingProxyType[str, Readers]:
+def read(*needs: NeededValue, axes: tuple[MeshAxis, ...] = ()) -> MappingProxyType[str, Readers]:
     """Return metadata for a field whose option is read by something else than passes.
 
     Args:
         needs: What must hold.
+        axes: Axes of the mesh; one of them must have several ranks.
     """
-    return MappingProxyType({READERS_KEY: Readers(needs=needs)})
+    return MappingProxyType({READERS_KEY: Readers(needs=needs, axes=axes)})
 
 
 def read_by_passes(

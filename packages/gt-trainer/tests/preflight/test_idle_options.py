@@ -489,6 +489,13 @@ fix: drop the option, or use --parallelism.data_parallel_shard_degree 2""",
     )
 
 
+def test_gathered_bytes_are_limited_only_where_stages_gather():
+    alone = replace(STAGES, world=2, dp_shard=1, ep=1)
+    options, flag = CompileConfig(pipeline_gathered_gib=4.0), "--compile.pipeline_gathered_gib"
+    for topology, expected in ((alone, [flag]), (STAGES, []), (replace(alone, cp=2, world=4), [])):
+        assert [each.flag for each in idle(options, topology, asked={flag})] == expected
+
+
 def test_of_several_names_those_that_do_nothing_are_told():
     text = told(
         STAGES,
