@@ -163,6 +163,10 @@ class GraphPass(ABC):
     none, and an option that acts through such passes alone is refused. Empty: any graph has what
     the pass works on."""
 
+    carried_out_by: ClassVar[frozenset[str]] = frozenset()
+    """Names of the passes that read what this pass writes on nodes. An option that acts through it
+    is refused where none of them runs. Empty: the pass changes the graph itself."""
+
     only_cleans_up: ClassVar[bool] = False
     """Whether the pass tidies what a capture leaves, rather than carrying out an option. Nobody
     asked for a certain place of it, so what it refuses is not reported to users."""

@@ -496,6 +496,32 @@ def test_gathered_bytes_are_limited_only_where_stages_gather():
         assert [each.flag for each in idle(options, topology, asked={flag})] == expected
 
 
+@pytest.mark.parametrize(
+    ("policy", "disabled"),
+    [
+        ("full_recompute", ("recompute-tagged",)),
+        ("selective", ("recompute-tagged",)),
+        ("offload", ("recompute-tagged", "offload-tagged")),
+    ],
+)
+def test_a_policy_whose_tags_no_pass_reads_is_refused(policy, disabled):
+    flag = "--compile.memory_policy"
+    without, with_it = (
+        [
+            str(each)
+            for each in idle(
+                CompileConfig(memory_policy=policy, disable_passes=names), ALONE, asked={flag}
+            )
+            if each.flag == flag
+        ]
+        for names in (disabled, ("merge-waits",))
+    )
+    assert [text.splitlines()[1] for text in without] == [
+        f"allowed: its default 'save_all', since --compile.disable_passes is {disabled!r} and it would do nothing"
+    ]
+    assert with_it == []
+
+
 def test_of_several_names_those_that_do_nothing_are_told():
     text = told(
         STAGES,

@@ -57,6 +57,7 @@ class TagSavedTensors(GraphPass):
     name: ClassVar[str] = "tag-saved-tensors"
     numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({*STEP_GRAPHS, "STAGE"})
+    carried_out_by: ClassVar[frozenset[str]] = frozenset({"recompute-tagged", "offload-tagged"})
 
     policy: MemoryPolicy = "save_all"
     """save_all: tag nothing, which means to save everything.

@@ -44,15 +44,14 @@ class RunOptions:
         Raises:
             RecipeError: Passes that were added or left out by name do not fit the others.
         """
-        reshard = self.reshard_after_forward
-        return {
-            graph: tuple(
-                each
-                for each in passes_of(self.options, graph, reshard_after_forward=reshard)
-                if self._finds_work(each)
+        reshard, found = self.reshard_after_forward, {}
+        for graph in self.graphs:
+            recipe = passes_of(self.options, graph, reshard_after_forward=reshard)
+            names = {each.name for each in recipe}
+            found[graph] = tuple(
+                each for each in recipe if self._finds_work(each) and self._is_read(each, names)
             )
-            for graph in self.graphs
-        }
+        return found
 
     def without(self, path: str, value: object) -> RunOptions:
         """Return the same run with another value of one option."""
@@ -64,6 +63,12 @@ class RunOptions:
             return self.passes() != other.passes()
         except RecipeError:
             return True
+
+    def _is_read(self, graph_pass: GraphPass, names: Collection[str]) -> bool:
+        """Return whether a pass changes the graph, or another may read what it writes on nodes."""
+        readers = graph_pass.carried_out_by
+        # Those that were added by name may read anything.
+        return not readers or bool(self.options.passes) or not readers.isdisjoint(names)
 
     def _finds_work(self, graph_pass: GraphPass) -> bool:
         """Return whether the mesh has collectives for the pass. A plan may add some on any axis."""
@@ -109,10 +114,17 @@ def pass_violations(run: RunOptions, *, asked: Collection[str] = ()) -> Iterator
     disabled = run.options.disable_passes
     for path, default in _chosen(run.options) if disabled and run.graphs else ():
         readers = readers_of(type(run.options), path)
-        if readers is None or not readers.is_pass or run.differs_from(run.without(path, default)):
+        if readers is None or not readers.is_pass:
+            continue
+        flag = flag_of(f"config.{path}")
+        run = replace(run, looks_at_mesh=flag in asked)
+        # Names of passes that only this option adds fit no recipe without it.
+        other = run.without(path, default).without("disable_passes", ())
+        fitting = tuple(name for name in disabled if _has(other.passes(), name))
+        if run.differs_from(other.without("disable_passes", fitting)):
             continue
         yield idle(
-            flag_of(f"config.{path}"),
+            flag,
             option_at(run.options, path),
             default,
             because=f"--compile.disable_passes is {disabled!r}",
