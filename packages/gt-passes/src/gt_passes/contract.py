@@ -164,8 +164,8 @@ class GraphPass(ABC):
     the pass works on."""
 
     carried_out_by: ClassVar[frozenset[str]] = frozenset()
-    """Names of the passes that read what this pass writes on nodes. An option that acts through it
-    is refused where none of them runs. Empty: the pass changes the graph itself."""
+    """Names of the passes that read the annotations of this pass. An option that acts through this
+    pass and those is refused where one side does not run. Empty: the pass changes the graph."""
 
     only_cleans_up: ClassVar[bool] = False
     """Whether the pass tidies what a capture leaves, rather than carrying out an option. Nobody

@@ -501,10 +501,13 @@ def test_gathered_bytes_are_limited_only_where_stages_gather():
     [
         ("full_recompute", ("recompute-tagged",)),
         ("selective", ("recompute-tagged",)),
+        ("selective_alternate", ("recompute-tagged",)),
         ("offload", ("recompute-tagged", "offload-tagged")),
+        ("full_recompute", ("tag-saved-tensors",)),
+        ("offload", ("tag-saved-tensors",)),
     ],
 )
-def test_a_policy_whose_tags_no_pass_reads_is_refused(policy, disabled):
+def test_a_policy_whose_tags_no_pass_writes_or_reads_is_refused(policy, disabled):
     flag = "--compile.memory_policy"
     without, with_it = (
         [

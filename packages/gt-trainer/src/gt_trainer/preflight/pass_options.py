@@ -6,7 +6,7 @@ field in gt-config (``gt_config.readers``) says when an option is read at all.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gt_config import CompileConfig, Topology, Violation, malformed_options
@@ -44,12 +44,15 @@ class RunOptions:
         Raises:
             RecipeError: Passes that were added or left out by name do not fit the others.
         """
-        reshard, found = self.reshard_after_forward, {}
+        found, enabled = {}, replace(self.options, disable_passes=())
         for graph in self.graphs:
+            reshard = self.reshard_after_forward
             recipe = passes_of(self.options, graph, reshard_after_forward=reshard)
-            names = {each.name for each in recipe}
+            whole = passes_of(enabled, graph, reshard_after_forward=reshard)
             found[graph] = tuple(
-                each for each in recipe if self._finds_work(each) and self._is_read(each, names)
+                each
+                for each in recipe
+                if self._finds_work(each) and self._has_partner(each, recipe, whole)
             )
         return found
 
@@ -64,11 +67,24 @@ class RunOptions:
         except RecipeError:
             return True
 
-    def _is_read(self, graph_pass: GraphPass, names: Collection[str]) -> bool:
-        """Return whether a pass changes the graph, or another may read what it writes on nodes."""
-        readers = graph_pass.carried_out_by
-        # Those that were added by name may read anything.
-        return not readers or bool(self.options.passes) or not readers.isdisjoint(names)
+    def _has_partner(
+        self, graph_pass: GraphPass, recipe: Sequence[GraphPass], whole: Sequence[GraphPass]
+    ) -> bool:
+        """Return whether a pass runs together with those that read or write its annotations.
+
+        Args:
+            graph_pass: of ``recipe``. If it neither writes nor reads annotations, the answer is True.
+            recipe: the passes that run.
+            whole: the passes that would run if none were disabled.
+        """
+        if self.options.passes or self.options.autoparallel:
+            return True  # added passes and plans may write and read annotations
+        readers, name = graph_pass.carried_out_by, graph_pass.name
+        if readers:
+            return any(each.name in readers for each in recipe)
+        return any(name in each.carried_out_by for each in recipe) or not any(
+            name in each.carried_out_by for each in whole
+        )
 
     def _finds_work(self, graph_pass: GraphPass) -> bool:
         """Return whether the mesh has collectives for the pass. A plan may add some on any axis."""
@@ -117,11 +133,11 @@ def pass_violations(run: RunOptions, *, asked: Collection[str] = ()) -> Iterator
         if readers is None or not readers.is_pass:
             continue
         flag = flag_of(f"config.{path}")
-        run = replace(run, looks_at_mesh=flag in asked)
+        judged = replace(run, looks_at_mesh=flag in asked)
         # Names of passes that only this option adds fit no recipe without it.
-        other = run.without(path, default).without("disable_passes", ())
+        other = judged.without(path, default).without("disable_passes", ())
         fitting = tuple(name for name in disabled if _has(other.passes(), name))
-        if run.differs_from(other.without("disable_passes", fitting)):
+        if judged.differs_from(other.without("disable_passes", fitting)):
             continue
         yield idle(
             flag,
