@@ -73,7 +73,7 @@ class RunOptions:
         """Return whether a pass runs together with those that read or write its annotations.
 
         Args:
-            graph_pass: of ``recipe``. If it neither writes nor reads annotations, the answer is True.
+            graph_pass: of ``recipe``. True if it neither writes nor reads annotations.
             recipe: the passes that run.
             whole: the passes that would run if none were disabled.
         """
