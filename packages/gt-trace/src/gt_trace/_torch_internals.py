@@ -518,6 +518,29 @@ def inlined_compilation() -> Iterator[None]:
 
 
 @contextmanager
+def around_compilations(before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
+    """Inside, call ``before`` whenever Dynamo begins to compile, and ``after`` when it has ended.
+
+    A thread that compiles at the same time counts too.
+    """
+    from torch._dynamo.callback import callback_handler
+
+    def begin(_: object) -> None:
+        before()
+
+    def end(_: object) -> None:
+        after()
+
+    callback_handler.register_start_callback(begin)
+    callback_handler.register_end_callback(end)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(begin)
+        callback_handler.remove_end_callback(end)
+
+
+@contextmanager
 def _scores_differentiated_apart() -> Iterator[None]:
     """Inside, hooks for saved tensors see nothing of how FlexAttention differentiates scores.
 

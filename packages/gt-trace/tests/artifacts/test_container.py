@@ -99,7 +99,7 @@ def test_numbers_that_json_has_not_are_read_as_they_were(path: Path) -> None:
 
 def test_a_file_is_text_where_its_content_is(path: Path) -> None:
     lines = container_bytes(blobs={}).decode("utf-8").splitlines()
-    assert lines[0].startswith("gt-artifact 6 ")
+    assert lines[0].startswith("gt-artifact 7 ")
     assert '   "environment.torch": "\\"2.15.0\\""' in lines
     assert lines[-2:] == [
         '{"nodes":[["add",[1,2.5,null,true]],["größe",Infinity]],"empty":{}}',
@@ -188,7 +188,7 @@ def test_checks_come_in_their_order(path: Path) -> None:
 
     faulty = forged([{}], b"")
     assert kind_of_refusal(b"PK" + faulty) is ArtifactDamagedError
-    assert kind_of_refusal(faulty.replace(b"artifact 6", b"artifact 1")) is ArtifactVersionError
+    assert kind_of_refusal(faulty.replace(b"artifact 7", b"artifact 1")) is ArtifactVersionError
     assert kind_of_refusal(faulty, "stage") is ArtifactDamagedError
     assert kind_of_refusal(forged([], b""), "stage") is ArtifactError
     assert kind_of_refusal(forged([], b"")) is StaleFingerprintError
@@ -199,7 +199,7 @@ def test_refuses_another_format_whatever_comes_after_it(path: Path) -> None:
     with pytest.raises(ArtifactVersionError) as caught:
         open_container(path, kind=KIND, fingerprint=FINGERPRINT)
     assert str(caught.value) == (
-        f"{path} is an artifact of format 12, and this gt-trace reads format 6: capture again"
+        f"{path} is an artifact of format 12, and this gt-trace reads format 7: capture again"
     )
 
 
@@ -307,17 +307,17 @@ def test_a_file_that_is_cut_while_it_is_open_is_refused(path: Path) -> None:
     ("raw", "problem"),
     [
         (b"", "it does not begin with 'gt-artifact ', as artifacts do"),
-        (b"gt-artifact 6 0 00\n", "its first line is not whole"),
+        (b"gt-artifact 7 0 00\n", "its first line is not whole"),
         (b"gt-artifact 01 5 " + b"0" * 64 + b"\n" + b" " * 5, "its first line is not whole"),
-        (b"gt-artifact 6 -5 " + b"0" * 64 + b"\n" + b" " * 5, "its first line is not whole"),
+        (b"gt-artifact 7 -5 " + b"0" * 64 + b"\n" + b" " * 5, "its first line is not whole"),
         (
-            b"gt-artifact 6 999999999 " + b"0" * 64 + b"\n{}",
+            b"gt-artifact 7 999999999 " + b"0" * 64 + b"\n{}",
             (
                 "its header would have 999,999,999 bytes, of 2 that there are and 67,108,864 that it "
                 "may have"
             ),
         ),
-        (b"gt-artifact 6 2 " + b"0" * 64 + b"\n{}", "the SHA-256 of its header is another"),
+        (b"gt-artifact 7 2 " + b"0" * 64 + b"\n{}", "the SHA-256 of its header is another"),
         (
             forged([], b"", header=b'{"kind":"a","kind":"b"}'),
             "its header is no strict JSON: an object has the key 'kind' twice",
@@ -422,7 +422,7 @@ def test_a_refusal_is_short_whatever_the_file_says(path: Path) -> None:
 
 
 def test_a_first_line_without_end_is_not_read(path: Path) -> None:
-    path.write_bytes(b"gt-artifact 6 ")
+    path.write_bytes(b"gt-artifact 7 ")
     os.truncate(path, 2**30)
     tracemalloc.start()
     with pytest.raises(ArtifactDamagedError, match="its first line is not whole"):

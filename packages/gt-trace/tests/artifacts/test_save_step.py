@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from step_cases import run, tied
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from gt_config.errors import StaleFingerprintError
-from gt_trace import load, save, trace_step
+from gt_trace import StateMismatchError, load, save, trace_step
 from gt_trace.errors import ArtifactDamagedError, ArtifactError
 
 
@@ -79,6 +82,91 @@ def test_damaged_files_are_refused(tmp_path: Path, num_damages: int) -> None:
             continue
         with pytest.raises((ArtifactError, StaleFingerprintError)):
             load(path, case.module)
+
+
+class _Settings:
+    def __init__(self) -> None:
+        self.scale, self.num_steps = 2.0, 0
+
+
+class _Scaled(nn.Module):
+    factor = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(0.0)
+        self.config, self.table = _Settings(), types.SimpleNamespace(scale=2.0)
+        self.function: Callable[[Tensor], Tensor] = functional.gelu
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(self.function(self.linear(x)))
+        x = x * getattr(self.config, f"sc{'ale'}") * getattr(self.config, "late", 1.0)
+        return x * self.table.scale * self.factor
+
+
+def _dropout(model: _Scaled) -> None:
+    model.dropout.p = 0.5
+
+
+def _scale(model: _Scaled) -> None:
+    model.config.scale = 3.0
+
+
+def _scale_is_gone(model: _Scaled) -> None:
+    del model.config.scale
+
+
+def _late(model: _Scaled) -> None:
+    model.config.late = 3.0  # type: ignore[attr-defined]
+
+
+def _table(model: _Scaled) -> None:
+    model.table.scale = 3.0
+
+
+def _function(model: _Scaled) -> None:
+    model.function = functional.relu
+
+
+_CHANGES = {
+    _dropout: r"module\.dropout\.p is 0\.5, and was 0\.0",
+    _scale: r"module\.config\.scale is 3\.0, and was 2\.0",
+    _scale_is_gone: r"module\.config\.scale is gone, and was 2\.0",
+    _late: r"module\.config\.late is 3\.0, and was missing",
+    _table: r"module\.table\.scale is 3\.0, and was 2\.0",
+    _function: r"module\.function is .*relu.*, and was .*gelu",
+}
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+def test_numbers_and_functions_of_the_module_are_those_of_the_file(
+    tmp_path: Path, change: Callable[[_Scaled], None]
+) -> None:
+    model, x = _Scaled(), torch.ones(3, 4)
+    save(trace_step(lambda x: model(x).sum().detach(), module=model)(x), tmp_path / "step")
+    save(load(tmp_path / "step", model), tmp_path / "again")  # what was read from a file
+    other = _Scaled()
+    other.config.num_steps = 5  # is not read
+    bound = load(tmp_path / "again", other).bind(other)
+    assert torch.equal(bound(x), other(x).sum())
+    change(other)
+
+    with pytest.raises(StateMismatchError, match=_CHANGES[change]):
+        bound(x)
+    with pytest.raises(StateMismatchError, match=_CHANGES[change]):
+        load(tmp_path / "again", other).bind(other)
+
+
+def test_a_constant_of_the_class_is_that_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _Scaled()
+    step = trace_step(lambda x: model(x).sum().detach(), module=model)(torch.ones(3, 4))
+    save(step, tmp_path / "step")
+    monkeypatch.setattr(_Scaled, "factor", 3.0)
+
+    with pytest.raises(StateMismatchError, match=r"_Scaled\.factor is 3\.0, and was 2\.0"):
+        load(tmp_path / "step", _Scaled()).bind(_Scaled())
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:

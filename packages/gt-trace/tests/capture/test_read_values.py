@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import contextvars
+import ctypes
 import dataclasses
+import datetime
 import decimal
 import enum
 import functools
+import multiprocessing
 import os
+import pathlib
 import threading
 import types
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gt_trace import StateMismatchError, trace_step
+from gt_trace import CaptureError, StateMismatchError, trace_step
 from gt_trace.capture.read_values import ReadValues
 from gt_trace.joint import export_joint_graph, partition
 from gt_trace.stamping import trace_step_by_stamping
@@ -283,3 +289,193 @@ def test_fields_of_a_dataclass_that_only_its_text_and_comparison_read_may_change
     progress.factor = 3.0
     with pytest.raises(StateMismatchError, match=r"factor is 3\.0, and was 2.0"):
         bound(torch.ones(2))
+
+
+class Scales:
+    def __init__(self) -> None:
+        self.scale_0, self.scale_1 = 2.0, 3.0
+
+
+class Pair(ctypes.Structure):
+    _fields_ = (("low", ctypes.c_double), ("high", ctypes.c_double))
+
+
+def _with(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda held: setattr(held, name, value)
+
+
+def _with_item(key: Any, value: Any) -> Callable[[Any], None]:
+    return lambda held: held.__setitem__(key, value)
+
+
+def _scheduler() -> Any:
+    return torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))]), 1, 0.5)
+
+
+def _next_rate(scheduler: Any) -> None:
+    scheduler.optimizer.step()
+    scheduler.step()
+
+
+HELD: dict[str, tuple[Any, Callable[[Any], float], Callable[[Any], object], str]] = {
+    "a computed name": (
+        Scales(),
+        lambda held: getattr(held, f"scale_{len([0])}"),
+        _with("scale_1", 4.0),
+        r"\.scale_1 is 4\.0, and was 3\.0",
+    ),
+    "vars": (
+        Scales(),
+        lambda held: sum(vars(held).values()),
+        _with("scale_0", 4.0),
+        r"\.scale_0 is 4\.0, and was 2\.0",
+    ),
+    "an attribute that was missing": (
+        Scales(),
+        lambda held: getattr(held, "late", 1.0),
+        _with("late", 4.0),
+        r"\.late is 4\.0, and was missing",
+    ),
+    "UserDict": (
+        collections.UserDict(rate=2.0),
+        lambda held: held["rate"],
+        _with_item("rate", 4.0),
+        r"\.data\['rate'\] is 4\.0, and was 2\.0",
+    ),
+    "ChainMap": (
+        collections.ChainMap({}, {"rate": 2.0}),
+        lambda held: held["rate"],
+        _with_item("rate", 4.0),
+        r"\.maps\[0\]\['rate'\] is 4\.0, and was missing",
+    ),
+    "a scheduler": (
+        _scheduler(),
+        lambda held: held.get_last_lr()[0],
+        _next_rate,
+        r"\._last_lr\[0\] is 0\.0005, and was 0\.001",
+    ),
+    "an event": (
+        threading.Event(),
+        lambda held: 2.0 if held.is_set() else 1.0,
+        threading.Event.set,
+        r"\._flag is True, and was False",
+    ),
+    "a number that processes share": (
+        multiprocessing.Value("d", 2.0),
+        lambda held: held.value,
+        _with("value", 4.0),
+        r"\._obj is c_double\(4\.0\), and was c_double\(2\.0\)",
+    ),
+    "an array that processes share": (
+        multiprocessing.Array("d", [2.0, 3.0]),
+        lambda held: held[0],
+        _with_item(0, 4.0),
+        r"\._obj is \[4\.0, 3\.0\], and was \[2\.0, 3\.0\]",
+    ),
+    "a structure of C": (
+        Pair(2.0, 3.0),
+        lambda held: held.low,
+        _with("high", 4.0),
+        "is b.* when the step was captured",
+    ),
+    "a long list": (
+        [2.0] * 5000,
+        lambda held: held[4000],
+        _with_item(4000, 4.0),
+        r"\[4000\] is 4\.0, and was 2\.0",
+    ),
+    "a large dictionary": (
+        dict.fromkeys(range(5000), 2.0),
+        lambda held: held[4000],
+        _with_item(4000, 4.0),
+        r"\[4000\] is 4\.0, and was 2\.0",
+    ),
+    "a date": (
+        types.SimpleNamespace(at=datetime.date(2026, 1, 1)),
+        lambda held: held.at.day,
+        _with("at", datetime.date(2026, 1, 2)),
+        r"\.at is .*2026, 1, 2\), and was .*2026, 1, 1\)",
+    ),
+    "a path": (
+        types.SimpleNamespace(at=pathlib.PurePosixPath("a")),
+        lambda held: len(str(held.at)),
+        _with("at", pathlib.PurePosixPath("ab")),
+        r"\.at is PurePosixPath\('ab'\), and was PurePosixPath\('a'\)",
+    ),
+    "an identifier": (
+        types.SimpleNamespace(at=uuid.UUID(int=2)),
+        lambda held: held.at.int,
+        _with("at", uuid.UUID(int=4)),
+        r"\.at is UUID.*4'\), and was UUID.*2'\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_a_step_reads_without_naming_it_is_compared(name: str) -> None:
+    held, read, change, message = HELD[name]
+    bound = trace_step(lambda x: x * read(held))(torch.ones(2)).bind()
+    assert torch.equal(bound(torch.ones(2)), torch.full((2,), float(read(held))))
+    change(held)
+    with pytest.raises(StateMismatchError, match=message):
+        bound(torch.ones(2))
+
+
+def test_all_fields_count_that_asdict_reads() -> None:
+    progress = Progress()
+    bound = trace_step(lambda x: x * dataclasses.asdict(progress)["factor"])(torch.ones(2)).bind()
+    progress.num_steps = 1
+    with pytest.raises(StateMismatchError, match="num_steps is 1, and was 0"):
+        bound(torch.ones(2))
+
+
+def test_attributes_of_the_same_name_may_change_in_objects_of_which_they_were_not_read() -> None:
+    one, other = Scales(), Scales()
+
+    def step(x: Tensor) -> Any:
+        return x * one.scale_0 * other.scale_1
+
+    bound = trace_step(step)(torch.ones(2)).bind()
+    one.scale_1 = other.scale_0 = 5.0
+    assert torch.equal(bound(torch.ones(2)), torch.full((2,), 6.0))
+    one.scale_0 = 5.0
+    with pytest.raises(StateMismatchError, match=r"one .*\.scale_0 is 5\.0, and was 2\.0"):
+        bound(torch.ones(2))
+
+
+class WithOwnLookup:
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+    def __getattribute__(self, name: str) -> Any:
+        return 2.0 if name == "constant" else object.__getattribute__(self, name)
+
+
+def test_classes_have_their_own_lookup_again_after_a_capture_and_after_its_failure() -> None:
+    held, scales = WithOwnLookup(), Scales()
+    own = vars(WithOwnLookup)["__getattribute__"]
+
+    def step(x: Tensor, fail: bool) -> Any:
+        if fail:
+            raise LookupError("in the step")
+        return x * held.constant * held.factor * scales.scale_0
+
+    assert torch.equal(
+        trace_step(step)(torch.ones(2), False).bind()(torch.ones(2), False), torch.full((2,), 8.0)
+    )
+    with pytest.raises(LookupError, match="in the step"):
+        trace_step(step)(torch.ones(2), True)
+    assert vars(WithOwnLookup)["__getattribute__"] is own
+    assert "__getattribute__" not in vars(Scales)
+
+
+def test_number_that_processes_share_is_put_back_and_refused_where_the_step_changes_it() -> None:
+    count: Any = multiprocessing.Value("d", 2.0)
+
+    def step(x: Tensor) -> Any:
+        count.value += 1
+        return x * count.value
+
+    with pytest.raises(CaptureError, match=r"was c_double\(2\.0\), and became c_double\(3\.0\)"):
+        trace_step(step)(torch.ones(2))
+    assert count.value == 2.0

@@ -40,7 +40,7 @@ from gt_trace.artifacts.strict_json import json_bytes, parse_json
 from gt_trace.errors import ArtifactDamagedError, ArtifactError, ArtifactVersionError
 from gt_trace.garbage_collection import held_garbage_collection
 
-CONTAINER_FORMAT = 6
+CONTAINER_FORMAT = 7
 """Raised by one whenever the header, or what any section means, changes."""
 
 MAX_HEADER_BYTES = 2**26

@@ -47,6 +47,7 @@ from gt_trace.capture.graph_inputs import ArgumentSignature, GraphInput
 from gt_trace.capture.input_uses import InputUse
 from gt_trace.capture.kernel_strides import new_fake_mode
 from gt_trace.capture.module_state import StateEntry
+from gt_trace.capture.read_values import StoredValues
 from gt_trace.capture.subclass_layout import PLAIN, TensorLayout
 from gt_trace.code_text import code_problem, is_code_name, shadowed_parameter
 from gt_trace.errors import ArtifactError
@@ -381,7 +382,18 @@ class Decoder:
             autocast_cache=bool(item["autocast_cache"]),
             settings={str(name): str(value) for name, value in item["settings"].items()},
             autograd=None if item["autograd"] is None else bool(item["autograd"]),
+            values=None
+            if item["values"] is None
+            else StoredValues(
+                texts={str(place): str(text) for place, text in item["values"]["texts"].items()},
+                noted=_names(item["values"]["noted"]),
+                of_classes=_names(item["values"]["of_classes"]),
+            ),
         )
+
+
+def _names(item: Mapping[str, Any]) -> dict[str, list[str]]:
+    return {str(place): [*map(str, names)] for place, names in item.items()}
 
 
 def _checked(value: Any) -> Any:

@@ -40,6 +40,7 @@ from gt_trace.capture.block_masks import mask_attributes, stored_code
 from gt_trace.capture.captured_mode import CapturedMode
 from gt_trace.capture.graph_inputs import ArgumentSignature, GraphInput
 from gt_trace.capture.module_state import StateEntry
+from gt_trace.capture.read_values import ReadValues
 from gt_trace.capture.subclass_layout import TensorLayout
 from gt_trace.code_text import code_problem, comment_text, is_comment_text
 from gt_trace.errors import ArtifactError
@@ -360,7 +361,21 @@ class Encoder:
             "autocast_cache": mode.autocast_cache,
             "settings": dict(mode.settings),
             "autograd": mode.autograd,
+            "values": _values(mode),
         }
+
+
+def _values(mode: CapturedMode) -> dict[str, Any] | None:
+    held = mode.values.stored() if isinstance(mode.values, ReadValues) else mode.values
+    return (
+        None
+        if held is None
+        else {
+            "texts": dict(held.texts),
+            "noted": {place: list(names) for place, names in held.noted.items()},
+            "of_classes": {place: list(names) for place, names in held.of_classes.items()},
+        }
+    )
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:

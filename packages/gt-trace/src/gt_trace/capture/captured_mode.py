@@ -27,7 +27,7 @@ from gt_trace._torch_internals import (
 )
 from gt_trace.capture.autocast_cache import SurroundingAutocast
 from gt_trace.capture.failing_node import note_failing_node
-from gt_trace.capture.read_values import ReadValues
+from gt_trace.capture.read_values import ReadValues, StoredValues
 from gt_trace.capture.stack_traces import line_of_user
 from gt_trace.capture.thread_settings import (
     Settings,
@@ -89,8 +89,8 @@ class CapturedMode:
     """Whether autograd was enabled; None for a step with a backward, which needs it: a graph has
     its own, and runs wherever it is called."""
 
-    values: ReadValues | None = field(default=None, compare=False, repr=False)
-    """Values outside of tensors that the step may have read; None if the capture was stored."""
+    values: ReadValues | StoredValues | None = field(default=None, compare=False, repr=False)
+    """Values outside of tensors that the step may have read. A file has those of the module."""
 
     @classmethod
     def now(cls, module: nn.Module | None) -> CapturedMode:

@@ -68,7 +68,7 @@ class PythonChanges:
         current_watch().add(state.generators)
         hooks, are_kept = _hooks_in(self._module), False
         try:
-            with eager_types(state.type_readers.values()):
+            with eager_types(state.type_readers.values()), state.noted_reads():
                 yield
             found = state.changes()
             self.never_settle = any(

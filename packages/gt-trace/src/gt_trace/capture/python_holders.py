@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import contextvars
 import copy
+import ctypes
 import functools
 import gc
 import types
@@ -31,6 +32,10 @@ MISSING: Any = object()
 
 ORDER: Any = object()
 """Marks a change of the order of a dictionary."""
+
+
+C_DATA: Any = ctypes.c_int.__mro__[-2]
+"""The class of numbers, arrays and structures of ``ctypes``."""
 
 
 def contents_of_object(target: Any) -> dict[str, Any]:
@@ -176,13 +181,21 @@ def _write_iterator(target: Any, contents: Mapping[Any, Any]) -> None:
 
 def _contents_of_buffer(target: Any) -> dict[Any, Any]:
     size = len(target) if isinstance(target, bytearray) else memoryview(target).nbytes
-    return {"": copy.copy(target)} if size <= _MOST_BYTES else {}
+    if size > _MOST_BYTES:
+        return {}
+    try:
+        return {"": copy.copy(target)}
+    except ValueError:  # C data with pointers
+        return {"": bytes(target)}
 
 
 def _write_buffer(target: Any, contents: Mapping[Any, Any]) -> None:
     places = slice(None) if isinstance(target, bytearray | array.array) else ...
     for saved in contents.values():
-        target[places] = saved
+        if isinstance(target, C_DATA):
+            ctypes.memmove(ctypes.addressof(target), bytes(saved), ctypes.sizeof(target))
+        else:
+            target[places] = saved
 
 
 def _contents_of_variable(target: contextvars.ContextVar[Any]) -> dict[Any, Any]:
@@ -306,5 +319,13 @@ def _slots(kind: Any) -> tuple[str, ...]:
 
 def short(value: object) -> str:
     """Return how a message shows a value."""
-    text = repr(value() if isinstance(value, weakref.ref) else value)
+    if isinstance(value, weakref.ref):
+        value = value()
+    elif isinstance(value, C_DATA) and not hasattr(value, "value"):
+        value = [*value] if isinstance(value, ctypes.Array) else bytes(value)
+    return short_text(repr(value))
+
+
+def short_text(text: str) -> str:
+    """Return as much of a text as a message shows."""
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."

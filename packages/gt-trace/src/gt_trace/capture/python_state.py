@@ -12,19 +12,23 @@ from __future__ import annotations
 
 import array
 import contextvars
+import datetime
 import functools
 import gc
 import logging
 import numbers
 import operator
 import os
+import pathlib
 import random
 import sys
 import threading
 import types
+import uuid
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,9 +36,11 @@ from torch import nn
 
 from gt_trace._torch_internals import is_fake
 from gt_trace.annotate import REPLACED
+from gt_trace.capture.attribute_reads import AttributeReads
 from gt_trace.capture.mentioned_names import MentionedNames, names_in, names_of_class
 from gt_trace.capture.python_holders import (
     BUFFER,
+    C_DATA,
     CACHE,
     CELL,
     CLASS,
@@ -72,6 +78,9 @@ _HOLD_FOR_USERS = frozenset(
 )
 """Packages of the standard library whose objects hold those of users."""
 
+_SHARED = "multiprocessing.sharedctypes"
+"""The module of numbers that processes share, as ``multiprocessing.Value``."""
+
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes in which a module keeps the hooks of its calls."""
 
@@ -80,6 +89,9 @@ _STATE_OF_MODULES = frozenset(
 )
 NO_STATE = frozenset({*vars(nn.Module()), *HOOKS, "_opt_called"} - _STATE_OF_MODULES)
 """Attributes that no replay needs. Hooks are compared by ``with_settled_hooks``."""
+
+HAVE_READS_APART = (torch.Tensor, torch.optim.Optimizer)
+"""Classes whose attributes torch reads all the time. What users read is told by their code."""
 
 _OF_PARAMETERS = frozenset({"_flat_weights", "_flat_weight_refs"})
 """Attributes in which PyTorch's recurrent layers list their parameters at each call."""
@@ -125,6 +137,9 @@ class PythonState:
 
         self.entered: dict[tuple[int, int], list[int]] = {}
         """Ids of what was reached from a holder, by the ids of the holder and the key."""
+
+        self.reads: AttributeReads | None = None
+        """What was read inside of ``noted_reads``."""
 
         self._holders: list[Holder] = []
         # Everything entered is kept, so that no id is used twice.
@@ -180,6 +195,19 @@ class PythonState:
         for holder, _ in changed:
             holder.kind.write(holder.target, holder.before)
         return changed
+
+    @contextmanager
+    def noted_reads(self) -> Iterator[None]:
+        """Note in ``reads`` which attributes of the objects are read inside."""
+        no_reads = (*HAVE_READS_APART, type)
+        reads = AttributeReads(
+            holder.target
+            for holder in self._holders
+            if holder.kind is OBJECT and not isinstance(holder.target, no_reads)
+        )
+        with reads:
+            yield
+        self.reads = reads
 
     def _changed(self) -> Iterator[tuple[Holder, dict[Any, Any]]]:
         for holder in self._holders:
@@ -436,7 +464,7 @@ def _how_entered(kind: Any) -> _Enter | None:
         return PythonState._own
     if package == "numpy":
         return PythonState._buffer if issubclass(kind, sys.modules["numpy"].ndarray) else None
-    if package in _FOREIGN - _HOLD_FOR_USERS:
+    if package in _FOREIGN - _HOLD_FOR_USERS and kind.__module__ != _SHARED:
         is_iterator = issubclass(kind, Iterator) and package in _OF_ITERATORS
         return PythonState._iterator if is_iterator else None
     return PythonState._object
@@ -452,8 +480,10 @@ _ENTERED: dict[type, _Enter | None] = {
     **dict.fromkeys((dict, list, deque, set, tuple, frozenset), PythonState._container),
     bytearray: PythonState._buffer,
     array.array: PythonState._buffer,
+    C_DATA: PythonState._buffer,
     types.SimpleNamespace: PythonState._object,
     threading.local: PythonState._object,
+    **dict.fromkeys((threading.Event, threading.Semaphore), PythonState._object),
     logging.Logger: PythonState._shallow,
     functools.partial: PythonState._partial,
     types.FunctionType: PythonState._function,
@@ -528,6 +558,7 @@ BY_VALUE = (
     *(bool, int, float, complex, str, bytes, type(None), range, slice),
     *(numbers.Number, *([numpy.generic] if (numpy := sys.modules.get("numpy")) else [])),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(datetime.date, datetime.time, datetime.timedelta, pathlib.PurePath, uuid.UUID),
 )
 
 
@@ -576,9 +607,9 @@ def is_same(old: Any, new: Any, depth: int = 0) -> bool:
 
 
 def _bytes_of(value: Any) -> tuple[object, ...]:
-    if isinstance(value, bytearray):
-        return (bytes(value),)
-    return value.tobytes(), getattr(value, "shape", None), getattr(value, "dtype", None)
+    if hasattr(value, "tobytes"):
+        return value.tobytes(), getattr(value, "shape", None), getattr(value, "dtype", None)
+    return (bytes(value),)
 
 
 def tensors_of(value: Any) -> bool:

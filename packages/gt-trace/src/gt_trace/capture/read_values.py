@@ -2,15 +2,16 @@
 
 A graph has them as constants: the probability of a dropout, a number in a closure, an activation
 function. They are noted at the capture and compared at each call, by identity. Where an identity
-differs, all are read again and compared by value. Attributes and globals are compared if the code
-that the step can reach mentions their names.
+differs, all are read again and compared by value. Attributes are compared that the step read while
+it was captured; globals, and attributes whose reads cannot be noted, if the code that the step can
+reach mentions their names.
 """
 
 from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import getitem, is_
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from gt_trace.annotate import REPLACED
+from gt_trace.capture.attribute_reads import ALL
 from gt_trace.capture.python_holders import (
     BUFFER,
     CACHE,
@@ -39,10 +41,11 @@ from gt_trace.capture.python_holders import (
     Holder,
     keys_of_mapping,
     short,
+    short_text,
 )
-from gt_trace.capture.python_state import BY_VALUE, NO_STATE, PythonState, is_same
+from gt_trace.capture.python_state import BY_VALUE, HAVE_READS_APART, NO_STATE, PythonState, is_same
 
-_MOST_ITEMS = 1_000
+_MOST_ITEMS = 10_000
 """Longer containers are data, and not compared."""
 
 _MOST_LINES = 20
@@ -51,18 +54,96 @@ _CONSTANTS = (
     *(enum.Enum, types.FunctionType, types.MethodType, types.BuiltinFunctionType),
 )
 _TABLES = ("_modules", "_parameters", "_buffers")
+_ELSEWHERE = NO_STATE | {"training"}
+"""Attributes that hold nothing for a graph, or are compared by ``ModeGuard``."""
+
+_METHODS = frozenset(name for name in vars(nn.Module) if name.startswith("_")) - {ALL}
+"""Private methods of modules, which PyTorch calls."""
+
+_READ_ANY = frozenset({"getattr", "hasattr", "vars", "attrgetter", ALL})
+"""Names in code that may read any attribute of an object whose reads cannot be noted."""
+
+_READ_BY_DYNAMO = frozenset(
+    {"flex_attention", "cond", "while_loop", "scan", "associative_scan", "map"}
+)
+"""Functions of PyTorch that are given functions, whose code Dynamo reads."""
+
 _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Names:
-    """Names in the code that a step can reach."""
+    """Names of what a step read, and names in the code that it can reach."""
+
+    noted: Mapping[str, frozenset[str]]
+    """Attributes that were read of objects, by their places."""
+
+    of_classes: Mapping[str, frozenset[str]]
+    """Attributes that were read of instances of classes, by the places of the classes."""
 
     attributes: set[str]
     mentioned: set[str]
     of_globals: Mapping[int, set[str]]
     starts: set[str]
     """Places at which nothing else leads to an object: roots, closures, globals and classes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredValues:
+    """What a step that was read from a file read of its module: numbers, texts and names.
+
+    Objects that the step had by closure are not in the file, and are not compared.
+    """
+
+    texts: Mapping[str, str]
+    """The values as texts, by their places."""
+
+    noted: Mapping[str, Sequence[str]]
+    """Names of the attributes that the step read, by the places of the objects."""
+
+    of_classes: Mapping[str, Sequence[str]]
+    """Likewise, of instances of classes, by the places of the classes."""
+
+    def of(self, roots: Mapping[str, object]) -> ReadValues:
+        """Return what the step would read of the module among ``roots``."""
+        return ReadValues(
+            {"module": roots.get("module")}, names=_names_for_module(self.noted, self.of_classes)
+        )
+
+    def differences(self, now: ReadValues) -> list[str]:
+        """Return a sentence for each value that is another in ``now``."""
+        present = now.texts()
+        attributes = (
+            f"{place}.{key}"
+            for place, keys in now.compared.items()
+            if place in self.noted
+            for key in keys
+        )
+        changed = [
+            place
+            for place in dict.fromkeys((*self.texts, *attributes))
+            if present.get(place) != self.texts.get(place)
+        ]
+        return _at_most([f"{place} {self._now_and_then(place, present)}" for place in changed])
+
+    def _now_and_then(self, place: str, present: Mapping[str, str]) -> str:
+        now = f"is {short_text(present[place])}" if place in present else "is gone"
+        was = short_text(self.texts[place]) if place in self.texts else "missing or an object"
+        return f"{now}, and was {was} when the step was captured"
+
+
+def _names_for_module(
+    noted: Mapping[str, Iterable[str]], of_classes: Mapping[str, Iterable[str]]
+) -> _Names:
+    """Return names of which only those count that were noted of the module and its classes."""
+    return _Names(
+        noted={place: frozenset(names) for place, names in noted.items()},
+        of_classes={place: frozenset(names) for place, names in of_classes.items()},
+        attributes=set(),
+        mentioned=set(),
+        of_globals={},
+        starts={"module", *of_classes},
+    )
 
 
 _ARGUMENTS = ("args", "kwargs", "argument ")
@@ -99,10 +180,15 @@ class ReadValues:
         self._ordered: list[Any] = []
         self._in_order: list[Any] = []
         self._copied: list[Holder] = []
+        self.compared: dict[str, set[str]] = {}
+        """Names of the attributes that are compared, by the places of all that is walked."""
+
         optimizer: Any = self.roots.get("optimizer")
         state = state or PythonState(self.roots, optimizer=optimizer)
         self._reads = names or _Names(
-            attributes=state.attributes - NO_STATE - {"training"},
+            noted=_noted_in(state),
+            of_classes=_noted_of_instances(state),
+            attributes=state.attributes - _ELSEWHERE,
             mentioned=state.mentioned,
             of_globals=state.read_globals,
             starts={
@@ -145,14 +231,40 @@ class ReadValues:
             for place in dict.fromkeys((*ours, *theirs))
             if ours.get(place, MISSING) is not theirs.get(place, MISSING)
         ]
-        problems = [
-            f"{place} {_is_now(value)}, and {_was(before)} when the step was captured"
-            for place, before, value in changed
-            if not is_same(before, value) and (before is not MISSING or self.roots == now.roots)
-        ]
-        if len(problems) > _MOST_LINES:
-            problems[_MOST_LINES:] = [f"... and {len(problems) - _MOST_LINES} more"]
-        return problems
+        return _at_most(
+            [
+                f"{place} {_is_now(value)}, and {_was(before)} when the step was captured"
+                for place, before, value in changed
+                if not is_same(before, value) and (before is not MISSING or self.roots == now.roots)
+            ]
+        )
+
+    def texts(self) -> dict[str, str]:
+        """Return numbers, texts and names of functions as texts, by their places."""
+        return {place: text for place, value in self._values.items() if (text := _text_of(value))}
+
+    def stored(self) -> StoredValues | None:
+        """Return what of this a file holds; None without a module."""
+        module = self.roots.get("module")
+        if module is None:
+            return None
+        of_classes = self._reads.of_classes
+        noted = {**self.compared, **self._reads.noted}  # of some objects no reads can be noted
+        of_module = ReadValues({"module": module}, names=_names_for_module(noted, of_classes))
+        texts = self.texts()
+        return StoredValues(
+            texts={place: texts[place] for place in of_module.texts() if place in texts},
+            noted={
+                place: sorted(names)
+                for place, names in noted.items()
+                if names and place in of_module.compared
+            },
+            of_classes={
+                place: sorted(names)
+                for place, names in of_classes.items()
+                if names and place in of_module.compared
+            },
+        )
 
     def _is_current(self) -> bool:
         try:
@@ -183,9 +295,11 @@ class ReadValues:
             if id(holder) in seen or holder.kind in (ITERATOR, CACHE, NUMBERS):
                 continue
             seen.add(id(holder))
+            compared = self.compared.setdefault(holder.path, set())
             if holder.kind in (SET, BUFFER, VARIABLE):
                 self._copied.append(Holder(holder.kind, holder.target, holder.before, "", None))
-                self._values[holder.path] = holder.before
+                held = holder.before
+                self._values[holder.path] = held if holder.kind is SET else held.get("", MISSING)
             elif holder.kind in (LIST, MAPPING, DEQUE) and not (
                 _is_table(holder) or _optimizer_of(holder) is not MISSING
             ):
@@ -206,6 +320,8 @@ class ReadValues:
             for key, value in _read_of(holder, self._reads, self.roots.get("optimizer")):
                 for entered in state.entered.get((id(holder), id(key)), ()):
                     pending += nodes.get(entered, ())
+                if holder.kind is OBJECT:
+                    compared.add(key)
                 self._note(holder, key, value)
 
     def _note(self, holder: Holder, key: Any, value: Any) -> None:
@@ -238,9 +354,16 @@ def _read_of(holder: Holder, names: _Names, optimizer: object) -> Iterator[tuple
     """Yield what the code that was met may read of an object."""
     kind, held = holder.kind, holder.before
     if kind in (OBJECT, CLASS):
-        always = {*_TABLES, *_OPTIMIZER_HOOKS} if kind is OBJECT else set()
+        always = frozenset({*_TABLES, *_OPTIMIZER_HOOKS} if kind is OBJECT else ())
         held = kind.read(holder.target)  # without the wrappers of a trace
-        for key in held.keys() & (names.mentioned | always):
+        noted = _noted_of(holder, names)
+        if noted is None:
+            read = names.of_classes.get(holder.path, frozenset()) | always
+            found = read.union(names.mentioned)
+        else:
+            read = always | (held.keys() - _ELSEWHERE if ALL in noted else noted)
+            found = read
+        for key in [each for each in held if each in found]:
             value = held[key]
             own = getattr(value, "__dict__", {})
             if REPLACED in own:
@@ -252,19 +375,57 @@ def _read_of(holder: Holder, names: _Names, optimizer: object) -> Iterator[tuple
             ):  # schedulers count the steps of optimizers
                 continue
             # A number is not called.
-            if key in names.attributes or key in always or not isinstance(value, BY_VALUE):
+            if key in read or key in names.attributes or not isinstance(value, BY_VALUE):
                 yield key, value
     elif (of_group := _optimizer_of(holder)) is not MISSING:
-        read = names.mentioned
-        if of_group is optimizer:  # all else is compared by ``BoundOptimizer``
-            read = read & {"initial_lr"}
-        yield from ((key, held[key]) for key in held.keys() & read)
+        # All else of a captured optimizer is compared by ``BoundOptimizer``.
+        of_it = names.mentioned & {"initial_lr"} if of_group is optimizer else names.mentioned
+        yield from ((key, held[key]) for key in held.keys() & of_it)
     elif kind is GLOBALS or kind is ENVIRONMENT:
-        is_module = kind is GLOBALS
-        read = names.of_globals.get(id(holder.target), set()) if is_module else names.mentioned
-        yield from ((key, held[key]) for key in held.keys() & read)
+        of_module = names.of_globals.get(id(holder.target), set())
+        mentioned = of_module if kind is GLOBALS else names.mentioned
+        yield from ((key, held[key]) for key in held.keys() & mentioned)
     elif len(held) <= _MOST_ITEMS or _is_table(holder):
         yield from held.items()
+
+
+def _noted_of(holder: Holder, names: _Names) -> frozenset[str] | None:
+    """Return the names that the step read of an object; None if its code tells."""
+    if holder.kind is not OBJECT:
+        return None
+    noted = names.noted.get(holder.path)
+    if (
+        noted is None
+        and names.mentioned & _READ_ANY
+        and not isinstance(holder.target, HAVE_READS_APART)
+    ):
+        return frozenset({ALL})
+    return noted
+
+
+def _noted_in(state: PythonState) -> dict[str, frozenset[str]]:
+    found: dict[str, frozenset[str]] = {}
+    if (reads := state.reads) is None:
+        return found
+    # Dynamo reads the functions that are given to these, and nothing of that is noted.
+    of_functions = state.attributes if _READ_BY_DYNAMO & state.mentioned else set[str]()
+    for holder in state.nodes:
+        if holder.kind is OBJECT and (names := reads.of(holder.target)) is not None:
+            is_module = isinstance(holder.target, nn.Module)
+            read = names | (of_functions & holder.before.keys())
+            read -= _ELSEWHERE | _METHODS if is_module else _ELSEWHERE
+            found[holder.path] = found.get(holder.path, frozenset()) | read
+    return found
+
+
+def _noted_of_instances(state: PythonState) -> dict[str, frozenset[str]]:
+    if (reads := state.reads) is None:
+        return {}
+    return {
+        holder.path: frozenset(reads.of_instances(holder.target) - _ELSEWHERE)
+        for holder in state.nodes
+        if holder.kind is CLASS
+    }
 
 
 def _is_table(holder: Holder) -> bool:
@@ -291,6 +452,25 @@ def _are_known(values: Iterator[Any], known: list[Any]) -> bool:
                 return False
             known[index] = value
     return True
+
+
+def _text_of(value: Any) -> str:
+    """Return what a file holds of a value, equal in all processes; "" if there is none."""
+    if isinstance(value, BY_VALUE):
+        return repr(value)
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if isinstance(value, tuple) and all(isinstance(each, BY_VALUE) for each in value):
+        return repr(value)
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+        return value.__qualname__  # the module is "__main__" where a model's file is the program
+    return ""
+
+
+def _at_most(problems: list[str]) -> list[str]:
+    if len(problems) > _MOST_LINES:
+        problems[_MOST_LINES:] = [f"... and {len(problems) - _MOST_LINES} more"]
+    return problems
 
 
 def _is_now(value: Any) -> str:

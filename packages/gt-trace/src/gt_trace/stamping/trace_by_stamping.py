@@ -350,7 +350,7 @@ def _unchanged(roots: Mapping[str, object], watch: RandomWatch) -> Iterator[Pyth
     watch.add(state.generators)
     changed = []
     try:
-        with eager_types(state.type_readers.values()):
+        with eager_types(state.type_readers.values()), state.noted_reads():
             yield state
         changed = state.changes()
     finally:
