@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -154,11 +154,11 @@ def test_operands_that_differ_make_other_calls(one: Operands, other: Operands) -
 
 
 def test_a_key_that_says_too_little_is_noticed_by_the_comparison() -> None:
-    calls = ctypes.c_int()  # a state that a capture does not compare
+    calls = np.zeros(1 << 18)  # more than a capture compares
 
     def alternating(x: Tensor, weight: Tensor) -> tuple[Tensor]:
-        calls.value += 1
-        return (x * weight if calls.value % 2 else x + weight,)
+        calls[0] += 1
+        return (x * weight if calls[0] % 2 else x + weight,)
 
     with pytest.raises(StampingError) as caught:
         report_of("not all of it", alternating)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -32,6 +33,7 @@ from gt_trace.capture.thread_settings import (
     refuse_fast_path,
     refuse_modes,
 )
+from gt_trace.capture.written_views import InBackward, WrittenViews
 from gt_trace.errors import CaptureError
 
 _DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
@@ -90,6 +92,7 @@ class LiveState(TorchFunctionMode):
         self._by_id = {} if given is None else given.by_id
         self._assignments = refuse_data_assignments({} if given is None else given.names)
         self._live = {id(tensor): key for key, tensor in self._stand_ins.items()}
+        self._views = WrittenViews()
         self._errors: list[Exception] = []
         """Errors of torch functions, of which the step may catch some."""
 
@@ -126,10 +129,23 @@ class LiveState(TorchFunctionMode):
             if func == _IS_LEAF and id(args[0]) in self._by_id:
                 return self._by_id[id(args[0])].is_leaf
             self._check(func, args, kwargs or {})
-            if computes_values(func, args, kwargs or {}):
-                with without_vectors():
-                    return self.call(func, args, self._replaced(dict(kwargs or {})))
-        return self.call(func, args, self._replaced(dict(kwargs)) if kwargs else {})
+        named = self._replaced(dict(kwargs)) if kwargs else {}
+        if torch.compiler.is_dynamo_compiling():
+            return self.call(func, args, named)
+        args, named = self._views.renewed(func, args, named)
+        with self._around(func, args, named):
+            result = self.call(func, args, named)
+        self._views.note(result, args)
+        return result
+
+    def _around(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AbstractContextManager[Any]:
+        if func not in _CHECKED:
+            return nullcontext()
+        if func in _DIFFERENTIATING:
+            return InBackward(self._views)
+        return without_vectors() if computes_values(func, args, kwargs) else nullcontext()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function that has been given stand-ins; a mode that does more does it here.

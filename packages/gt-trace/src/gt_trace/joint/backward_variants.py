@@ -27,6 +27,9 @@ _ATEN = torch.ops.aten
 _JOINS = (_ATEN.cat.default, _ATEN.stack.default)
 """Backwards of operators that divide a tensor: autograd fills the missing parts with zeros."""
 
+_STRIDED = (_ATEN.as_strided.default, _ATEN.as_strided_scatter.default, _ATEN.as_strided_.default)
+_NEW = (_ATEN.new_zeros.default, _ATEN.new_empty.default, _ATEN.new_empty_strided.default)
+
 
 def for_any_layout(graph_module: GraphModule, tangents: Collection[Node]) -> GraphModule | None:
     """Return a backward graph that computes with gradients in the layout in which they arrive.
@@ -45,7 +48,18 @@ def for_any_layout(graph_module: GraphModule, tangents: Collection[Node]) -> Gra
     if not all(map(_is_operator, graph.nodes)):
         return None
     depends = _depending_on(graph, tangents)
-    fixed = [node for node in depends if "as_strided" in str(node.target)]
+    fixed: list[Node] = []
+    laid_out: set[Node] = set()
+    """Results whose strides do not depend on those of a gradient."""
+
+    for node in graph.nodes:
+        if node not in depends:
+            continue
+        is_strided = node.target in _STRIDED
+        if node.target in _NEW or (is_strided and (node.args[0] in laid_out)):
+            laid_out.add(node)
+        elif is_strided and node.args[0] in depends:
+            fixed.append(node)
     if fixed:
         readers = ", ".join(f"{node.name} ({node.target})" for node in fixed)
         raise InputMismatchError(

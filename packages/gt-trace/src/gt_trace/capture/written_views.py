@@ -1,0 +1,141 @@
+"""Views whose memory was written after they were made, differentiated as in eager execution.
+
+Autograd makes the ``grad_fn`` of such a view anew: by ``as_strided`` on its base in eager
+execution, by the operators that made the view for the tensors of a trace. The gradients are equal,
+in other strides, so that a sum over them has other last bits. Inside of a trace, torch functions
+take an ``as_strided`` of the base. Source: ``VariableHooks::grad_fn`` in torch's ``variable.cpp``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from gt_trace._torch_internals import FakeTensor, FunctionalTensor
+from gt_trace.capture.stack_traces import line_of_user
+from gt_trace.errors import CaptureError
+
+_TRACED = (FakeTensor, FunctionalTensor)
+
+
+class WrittenViews:
+    """The views that torch functions returned, and by how many writes their memory was older."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._ways: dict[int, str] = {}
+        self._renewed: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+
+    def note(self, result: Any, args: tuple[Any, ...]) -> None:
+        """Note the views among what a torch function of ``args`` returned."""
+        kind = type(result)
+        if kind in _TRACED:
+            if result._is_view() and self._version_of(result) is None:
+                self._made[id(result)] = weakref.ref(result), result._version
+                self._note_way(result, args[0] if args else None)
+        elif kind is tuple or kind is list:
+            for each in result:
+                self.note(each, args)
+
+    def _note_way(self, view: torch.Tensor, source: Any) -> None:
+        """Note whether eager execution makes a view anew by its own operators."""
+        base: Any = view._base
+        key = id(view)
+        self._ways.pop(key, None)
+        if source is base:
+            if any(of(view) != of(base) for of in _REPLAYED_IF_OTHER):
+                self._ways[key] = _REPLAYED
+            return
+        known = source if isinstance(source, torch.Tensor) else base
+        if id(known) in self._ways or any(of(view) != of(known) for of in _REPLAYED_IF_OTHER):
+            self._ways[key] = _MIXED
+
+    def renewed(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a torch function, with views that have the right gradients."""
+        if not self._made or not torch.is_grad_enabled():
+            return args, kwargs
+        num_written = _writes_to_first(func)
+        args = (*args[:num_written], *map(self._renew, args[num_written:]))
+        return args, {
+            name: each if name == "out" else self._renew(each) for name, each in kwargs.items()
+        }
+
+    def _renew(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _TRACED:
+            made = self._version_of(value)
+            return value if made is None or made == value._version else self._anew(value)
+        if kind is tuple or kind is list:
+            return kind([self._renew(each) for each in value])
+        return value
+
+    def _version_of(self, view: torch.Tensor) -> int | None:
+        """Return how often the memory had been written when a view was made; None if unknown."""
+        found = self._made.get(id(view))
+        return None if found is None or found[0]() is not view else found[1]
+
+    def _anew(self, view: torch.Tensor) -> torch.Tensor:
+        if view.grad_fn is None:  # asking is what raises autograd's errors about written views
+            return view
+        held = self._renewed.get(id(view))
+        if held is not None and held[0]() is view and held[1] == view._version:
+            return held[2]
+        if (way := self._ways.get(id(view))) == _REPLAYED:
+            return view
+        if way == _MIXED:
+            raise CaptureError(
+                "the step differentiates a view whose memory was written since the view was made, "
+                "and it is a view of a view, one of which is the real part, the imaginary part, "
+                f"the conjugate or another reading of the other:\n{line_of_user()}\nEager "
+                "execution makes such a view anew by operators that a trace does not have. Write "
+                "before the view is made, or out of place"
+            )
+        base: Any = view._base
+        new: torch.Tensor = base.as_strided(view.size(), view.stride(), view.storage_offset())
+        self._renewed[id(view)] = weakref.ref(view), view._version, new
+        self.note(new, (base,))
+        return new
+
+
+class InBackward(TorchFunctionMode):
+    """Inside of a backward, in which checkpointing runs layers again, views are those of eager."""
+
+    def __init__(self, views: WrittenViews) -> None:
+        super().__init__()
+        self._views = views
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **(kwargs or {}))
+        args, named = self._views.renewed(func, args, dict(kwargs or {}))
+        result = func(*args, **named)
+        self._views.note(result, args)
+        return result
+
+
+_REPLAYED = "by the operator that made it"
+_MIXED = "by that operator and by as_strided"
+
+_REPLAYED_IF_OTHER = (torch.Tensor.is_conj, torch.Tensor.is_neg, lambda tensor: tensor.dtype)
+"""What a view that eager execution makes anew by its own operator has otherwise than its base."""
+
+_WRITES = frozenset({"__setitem__", "__set__", "__delete__"})
+
+
+def _writes_to_first(func: Any) -> int:
+    """Return 1 if a torch function writes to its first argument, else 0."""
+    name: str = getattr(func, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return int(is_in_place or name in _WRITES or name.startswith("__i"))

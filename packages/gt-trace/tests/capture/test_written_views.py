@@ -1,0 +1,184 @@
+"""Gradients of views whose memory is written later: those of eager execution, with its strides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from gt_trace import CaptureError, trace_step
+from gt_trace.joint import export_joint_graph, partition
+
+
+def _by_detach(x: Tensor) -> Tensor:
+    view = (x.mT * 2).mT
+    view.detach().mul_(0.5)
+    return view
+
+
+def _by_another_view(x: Tensor) -> Tensor:
+    base = x * 2
+    view, other = base.transpose(0, -1), base[1:]
+    with torch.no_grad():
+        other.mul_(0.5)
+    return view.transpose(0, -1)
+
+
+def _by_itself(x: Tensor) -> Tensor:
+    view = (x * 2).permute(2, 0, 1)
+    view.mul_(0.5)
+    return view * view.sigmoid()
+
+
+def _by_its_base(x: Tensor) -> Tensor:
+    base = x * 2
+    view = base.unfold(1, 2, 1)
+    base.add_(1)
+    return view * 2
+
+
+def _by_a_function_of_nn(x: Tensor) -> Tensor:
+    view = (x * 2).transpose(1, 2)
+    return functional.relu(view, inplace=True) * view
+
+
+def _by_assignment(x: Tensor) -> Tensor:
+    view = (x * 2).transpose(1, 2)
+    view[0] = 1.0
+    return torch.cat([view, view.sin()])
+
+
+def _in_a_list(x: Tensor) -> Tensor:
+    view = (x * 2).mT
+    view.detach().mul_(0.5)
+    return torch.stack([view, view])
+
+
+def _twice(x: Tensor) -> Tensor:
+    view = (x * 2).mT
+    view.detach().mul_(0.5)
+    first = view * 2
+    view.mul_(3)
+    return first + view
+
+
+def _with_a_hook(x: Tensor) -> Tensor:
+    view = (x * 2).mT
+    view.detach().mul_(0.5)
+    view.register_hook(lambda gradient: gradient * 2)
+    return view * 2
+
+
+def _with_the_gradient_of_the_view(x: Tensor) -> Tensor:
+    view = (x * 2).mT
+    view.detach().mul_(0.5)
+    (gradient,) = torch.autograd.grad((view**3).sum(), view, create_graph=True)
+    return gradient + view
+
+
+def _in_a_checkpoint(x: Tensor) -> Tensor:
+    result: Tensor = checkpoint(_by_detach, x, use_reentrant=False)
+    return result
+
+
+def _of_complex_numbers(x: Tensor) -> Tensor:
+    view = torch.view_as_real(x * (1 + 1j))
+    view.detach().mul_(0.5)
+    return view
+
+
+def _of_one_part(x: Tensor) -> Tensor:
+    numbers = x * (1 + 1j)
+    part = numbers.imag
+    part.mul_(2)
+    return part * numbers.real
+
+
+_WRITES = [
+    *(_by_detach, _by_another_view, _by_itself, _by_its_base, _by_a_function_of_nn),
+    *(_by_assignment, _in_a_list, _twice, _with_a_hook, _with_the_gradient_of_the_view),
+    *(_in_a_checkpoint, _of_complex_numbers, _of_one_part),
+]
+
+
+class _Model(nn.Module):
+    def __init__(self, write: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.write = nn.Parameter(torch.randn(5, 7)), write
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = x @ self.weight
+        return hidden, self.write(hidden).contiguous().abs().pow(1.5).sum()
+
+
+def _bits(tensors: Any) -> list[Any]:
+    return [(each.stride(), each.tolist()) for each in tensors]
+
+
+@pytest.mark.parametrize("write", _WRITES, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_have_the_bits_and_strides_of_eager(
+    write: Callable[[Tensor], Tensor], seed: int
+) -> None:
+    torch.manual_seed(seed)
+    model, x = _Model(write), torch.randn(3, 4, 5)
+
+    def step(x: Tensor) -> list[Tensor]:
+        hidden, loss = model(x)
+        gradients = torch.autograd.grad(loss, [hidden, *model.parameters()])
+        return [loss.detach(), gradients[0].sum(1), *gradients]
+
+    bound = trace_step(step, module=model)(torch.randn(3, 4, 5)).bind(model)
+    assert _bits(bound(x)) == _bits(step(x))
+
+
+@pytest.mark.parametrize("write", _WRITES[:3], ids=lambda write: write.__name__)
+def test_joint_graphs_have_them_too(write: Callable[[Tensor], Tensor]) -> None:
+    model, x = _Model(write), torch.randn(33, 4, 5)
+    _, loss = partition(export_joint_graph(model, (x,))).bind(model)(x)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    expected = torch.autograd.grad(model(x)[1], list(model.parameters()))
+    assert _bits(gradients) == _bits(expected)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: torch.view_as_real((x * (1 + 1j)).mT),
+        lambda x: (x * (1 + 1j)).imag.mT,
+        lambda x: torch.view_as_complex(torch.view_as_real(x * (1 + 1j)).clone())[0].conj(),
+    ],
+)
+def test_written_views_of_views_of_complex_numbers_are_refused(
+    view: Callable[[Tensor], Tensor],
+) -> None:
+    def write(x: Tensor) -> Tensor:
+        made = view(x)
+        with torch.no_grad():
+            made.mul_(2)
+        return made.abs()
+
+    model = _Model(write)
+    with pytest.raises(CaptureError, match=r"written since.*real part[\s\S]*made\.abs\(\)"):
+        trace_step(lambda x: model(x)[1].detach(), module=model)(torch.randn(3, 4, 5))
+
+
+def test_errors_of_views_that_may_not_be_written_are_those_of_eager() -> None:
+    weight = nn.Parameter(torch.ones(4))
+
+    def step(x: Tensor) -> Tensor:
+        base = x * weight
+        first, _ = base.chunk(2)
+        base.mul_(2)
+        return first.sum()
+
+    with pytest.raises(RuntimeError, match="is a view and its base") as eager:
+        step(torch.ones(4))
+    with pytest.raises(RuntimeError) as captured:
+        trace_step(step)(torch.ones(4))
+    assert str(captured.value).splitlines()[0][:80] == str(eager.value).splitlines()[0][:80]
