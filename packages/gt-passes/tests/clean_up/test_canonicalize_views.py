@@ -95,6 +95,20 @@ def test_can_run_on_a_backward_through_nested_strided_views():
     canonical(step, X.clone().requires_grad_())
 
 
+@pytest.mark.parametrize(
+    "change_nothing",
+    [
+        lambda x: x.view(2, 3, 4),
+        lambda x: x.view(24).view(2, 3, 4),
+        lambda x: x.reshape(6, 4).detach().view(2, 3, 4),
+        lambda x: aten.clone(x.view(24)).view(2, 3, 4),
+    ],
+)
+def test_can_fold_views_of_memory_that_is_read_by_strides(change_nothing):
+    text = canonical(lambda x: change_nothing(x.cos()).as_strided((2, 4), (1, 1)).exp(), X)
+    assert "as_strided.default(cos, [2, 4], [1, 1])" in text
+
+
 def test_can_compose_reshapes_of_a_contiguous_tensor():
     assert_expected_inline(
         canonical(lambda x: x.cos().view(6, 4).view(4, 6).view(3, 8), X),

@@ -252,14 +252,34 @@ class SymbolicExecution:
         if self._same_groups and node in self._launches:
             args = [self._group_of(item) if isinstance(item, str) else item for item in call.args]
             form, _ = call_form(call.target, args, call.kwargs)
-        definition = ("call", form, *[operand.number for operand in operands])
-        if node in self._layout_readers:
-            definition += tuple(
-                ("laid out", load(source).number, self.table.layout(recorded))
-                for source in _storage_makers(node)
-                if isinstance(recorded := value_of(source), torch.Tensor)
-            )
-        return definition
+        if node not in self._layout_readers:
+            return ("call", form, *[operand.number for operand in operands])
+        read = self._scan.calls[node].split()[1]
+        numbers = [
+            self._dense(*each) or each[1].number for each in zip(read, operands, strict=True)
+        ]
+        # A graph may take the same memory once where the graph before took it by two views.
+        makers = dict.fromkeys(
+            ("laid out", load(source).number, self.table.layout(recorded))
+            if (flat := self._dense(source, load(source))) is None
+            else ("dense", flat)
+            for source in _storage_makers(node)
+            if isinstance(recorded := value_of(source), torch.Tensor)
+        )
+        return ("call", form, *numbers, *makers)
+
+    def _dense(self, node: Node, value: Value) -> int | None:
+        """Return the number of a tensor as a row of its storage's elements, if it has all."""
+        recorded = value_of(node)
+        if (
+            type(value) is TensorValue
+            and isinstance(recorded, torch.Tensor)
+            and recorded.is_contiguous()
+            and not (recorded.is_conj() or recorded.is_neg())
+            and recorded.untyped_storage().nbytes() == recorded.numel() * recorded.itemsize
+        ):
+            return self.table.tensor((recorded.numel(),), value.contents).number
+        return None
 
     def _group_of(self, name: str) -> str:
         return self._same_groups.get(name, name)
