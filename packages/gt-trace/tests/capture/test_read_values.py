@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import copy
 import ctypes
 import dataclasses
 import datetime
@@ -296,6 +297,23 @@ class Scales:
         self.scale_0, self.scale_1 = 2.0, 3.0
 
 
+class Frozen(type):
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise TypeError("the class is frozen")
+
+
+class OfFrozenClass(Scales, metaclass=Frozen):
+    pass
+
+
+class Redirected:
+    def __init__(self) -> None:
+        self.held = 2.0
+
+    def __getattribute__(self, name: str) -> Any:
+        return object.__getattribute__(self, "".join(("he", "ld")) if name == "scale" else name)
+
+
 class Pair(ctypes.Structure):
     _fields_ = (("low", ctypes.c_double), ("high", ctypes.c_double))
 
@@ -327,6 +345,36 @@ HELD: dict[str, tuple[Any, Callable[[Any], float], Callable[[Any], object], str]
     "vars": (
         Scales(),
         lambda held: sum(vars(held).values()),
+        _with("scale_0", 4.0),
+        r"\.scale_0 is 4\.0, and was 2\.0",
+    ),
+    "an attribute of a class that is frozen": (
+        OfFrozenClass(),
+        lambda held: held.scale_0,
+        _with("scale_0", 4.0),
+        r"\.scale_0 is 4\.0, and was 2\.0",
+    ),
+    "a class that looks up names itself": (
+        Redirected(),
+        lambda held: held.scale,
+        _with("held", 4.0),
+        r"\.held is 4\.0, and was 2\.0",
+    ),
+    "a copy": (
+        Scales(),
+        lambda held: copy.copy(held).scale_0,
+        _with("scale_0", 4.0),
+        r"\.scale_0 is 4\.0, and was 2\.0",
+    ),
+    "a deep copy": (
+        Scales(),
+        lambda held: copy.deepcopy(held).scale_0,
+        _with("scale_0", 4.0),
+        r"\.scale_0 is 4\.0, and was 2\.0",
+    ),
+    "object.__getattribute__": (
+        Scales(),
+        lambda held: object.__getattribute__(held, "scale_0"),
         _with("scale_0", 4.0),
         r"\.scale_0 is 4\.0, and was 2\.0",
     ),

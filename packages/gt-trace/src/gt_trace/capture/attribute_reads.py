@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections import defaultdict
 from collections.abc import Iterable
 from types import TracebackType
@@ -20,6 +21,8 @@ from gt_trace._torch_internals import around_compilations
 
 ALL = "__dict__"
 """The name that is read by code which takes all attributes."""
+
+_COPIED_BY = frozenset({"__getstate__", "__reduce__", "__reduce_ex__"})
 
 _IS_HEAP, _IS_IMMUTABLE = 1 << 9, 1 << 8
 """Flags of classes. Source: ``Py_TPFLAGS_HEAPTYPE`` and ``Py_TPFLAGS_IMMUTABLETYPE`` of CPython."""
@@ -49,15 +52,24 @@ class AttributeReads:
         self._kinds = kinds
         self._noted_of: dict[int, set[str]] = {key: set() for key in kinds}
         self._own = {key: vars(kind).get("__getattribute__") for key, kind in kinds.items()}
+        self._found = {key: kind.__getattribute__ for key, kind in kinds.items()}
         self._noting = {
-            key: self._noting_of(kind, self._own[key], kind.__getattribute__, self._noted_of[key])
+            key: self._noting_of(kind, self._own[key], self._found[key], self._noted_of[key])
             for key, kind in kinds.items()
         }
         self._compilations = around_compilations(self._put_back, self._change)
 
     def of(self, target: Any) -> set[str] | None:
-        """Return the names that were read of an object; None if its reads are not noted."""
-        return self._noted[id(target)] if id(type(target)) in self._kinds else None
+        """Return the names that were read of an object; None if its reads are not noted.
+
+        ``ALL`` is among them where the object was copied, or if its class looks up names itself.
+        """
+        key = id(type(target))
+        if key not in self._kinds:
+            return None
+        noted = self._noted[id(target)]
+        looks_up = isinstance(self._found[key], types.FunctionType)
+        return noted | {ALL} if looks_up or noted & _COPIED_BY else noted
 
     def of_instances(self, kind: type) -> set[str]:
         """Return the names that were read of instances of a class."""
@@ -81,14 +93,14 @@ class AttributeReads:
 
     def _change(self) -> None:
         for key, kind in self._kinds.items():
-            kind.__getattribute__ = self._noting[key]
+            type.__setattr__(kind, "__getattribute__", self._noting[key])
 
     def _put_back(self) -> None:
         for key, kind in self._kinds.items():
             if self._own[key] is not None:
-                kind.__getattribute__ = self._own[key]
+                type.__setattr__(kind, "__getattribute__", self._own[key])
             elif "__getattribute__" in vars(kind):
-                del kind.__getattribute__
+                type.__delattr__(kind, "__getattribute__")
 
     def _noting_of(self, kind: Any, own: Any, found: Any, of_kind: set[str]) -> Any:
         noted = self._noted

@@ -68,6 +68,9 @@ _READ_BY_DYNAMO = frozenset(
 )
 """Functions of PyTorch that are given functions, whose code Dynamo reads."""
 
+_PAST_LOOKUP = frozenset({"__getattribute__", "getattr_static"})
+"""Functions that read attributes past the lookup of the object's class."""
+
 _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -407,8 +410,9 @@ def _noted_in(state: PythonState) -> dict[str, frozenset[str]]:
     found: dict[str, frozenset[str]] = {}
     if (reads := state.reads) is None:
         return found
-    # Dynamo reads the functions that are given to these, and nothing of that is noted.
-    of_functions = state.attributes if _READ_BY_DYNAMO & state.mentioned else set[str]()
+    # Dynamo reads the functions that are given to some, and nothing of that is noted.
+    is_read_apart = (_READ_BY_DYNAMO | _PAST_LOOKUP) & state.mentioned
+    of_functions = state.mentioned if is_read_apart else set[str]()
     for holder in state.nodes:
         if holder.kind is OBJECT and (names := reads.of(holder.target)) is not None:
             is_module = isinstance(holder.target, nn.Module)
