@@ -93,7 +93,7 @@ class _Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredValues:
-    """What a step that was read from a file read of its module: numbers, texts and names.
+    """Numbers, texts and names of functions that a stored step read of its module.
 
     Objects that the step had by closure are not in the file, and are not compared.
     """
@@ -105,7 +105,7 @@ class StoredValues:
     """Names of the attributes that the step read, by the places of the objects."""
 
     of_classes: Mapping[str, Sequence[str]]
-    """Likewise, of instances of classes, by the places of the classes."""
+    """Names of the attributes that the step read of instances, by the places of their classes."""
 
     def of(self, roots: Mapping[str, object]) -> ReadValues:
         """Return what the step would read of the module among ``roots``."""

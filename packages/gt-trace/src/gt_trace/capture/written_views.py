@@ -129,7 +129,7 @@ _REPLAYED = "by the operator that made it"
 _MIXED = "by that operator and by as_strided"
 
 _REPLAYED_IF_OTHER = (torch.Tensor.is_conj, torch.Tensor.is_neg, lambda tensor: tensor.dtype)
-"""What a view that eager execution makes anew by its own operator has otherwise than its base."""
+"""Properties in which a view differs from its base if eager execution replays its operator."""
 
 _WRITES = frozenset({"__setitem__", "__set__", "__delete__"})
 
