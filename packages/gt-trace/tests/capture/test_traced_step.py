@@ -131,3 +131,19 @@ def test_static_inputs_are_parameters_and_buffers(model: TiedModel) -> None:
     kinds = [i.kind for i in traced.inputs]
     assert traced.num_static_inputs == kinds.count("parameter") + kinds.count("buffer")
     assert kinds[traced.num_static_inputs :] == ["argument", "argument"]
+
+
+def test_hooks_and_a_forward_of_the_graph_module_run() -> None:
+    step = trace_step(lambda x: x * 2)(torch.ones(2))
+    bound, graph_module = step.bind(), step.graph_module
+    seen: list[list[float]] = []
+    before = graph_module.register_forward_pre_hook(lambda _, given: seen.append(given[0].tolist()))
+    after = graph_module.register_forward_hook(lambda _, given, results: [results[0] + 1])
+    assert bound(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert seen == [[1.0, 1.0]]
+    before.remove()
+    after.remove()
+    graph_module.forward = lambda x: [x * 5]
+    assert bound(torch.ones(2)).tolist() == [5.0, 5.0]
+    del graph_module.forward
+    assert bound(torch.ones(2)).tolist() == [2.0, 2.0]

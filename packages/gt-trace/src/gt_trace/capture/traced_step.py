@@ -139,6 +139,10 @@ def _current_code(graph_module: GraphModule) -> Callable[..., Sequence[Any]]:
 
     def call(*plain: torch.Tensor) -> Sequence[Any]:
         nonlocal run, compiled
+        held = graph_module.__dict__
+        if held["_forward_hooks"] or held["_forward_pre_hooks"] or "forward" in held:
+            called: Sequence[Any] = graph_module(*plain)  # with the user's hooks or forward
+            return called
         if type(graph_module).forward is not compiled:  # each recompile() makes another
             compiled = compiled_forward(graph_module)
             run = boxed(graph_module)
