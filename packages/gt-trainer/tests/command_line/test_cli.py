@@ -386,7 +386,7 @@ def test_what_the_configuration_breaks_is_bad_input(capsys, monkeypatch, no_mode
 
 def test_a_module_of_the_users_is_imported_and_judged(capsys, monkeypatch, tmp_path):
     # It would take the root logger from pytest.
-    monkeypatch.setattr("gt_trainer.metrics.log_lines.init_logger", lambda: None)
+    monkeypatch.setattr("torchtitan.tools.logging.init_logger", lambda: None)
     (tmp_path / "my_models").mkdir()
     (tmp_path / "my_models" / "tiny.py").write_text("def tiny():\n    return 3\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -445,7 +445,7 @@ def test_modules_of_the_current_folder_are_found_by_an_installed_program(tmp_pat
 
 
 def test_what_torchtitan_trains_otherwise_is_refused_with_the_reasons(capsys, monkeypatch):
-    monkeypatch.setattr("gt_trainer.metrics.log_lines.init_logger", lambda: None)
+    monkeypatch.setattr("torchtitan.tools.logging.init_logger", lambda: None)
     assert cli.main(["--module", "flux", "--config", "flux_debugmodel"]) == 2
     assert capsys.readouterr().err == (
         "gt-train: torchtitan.models.flux.config_registry.flux_debugmodel cannot be trained here: it "

@@ -42,12 +42,12 @@ def load_configuration(command: CommandLine) -> GraphTrainer.Config:
         imported_when_used("networkx"),
         compiling_nothing() if attends_otherwise else contextlib.nullcontext(),
     ):
+        from torchtitan.tools.logging import init_logger
         from torchtitan.trainer import Trainer
 
-        from gt_trainer.metrics.log_lines import start_logging
         from gt_trainer.trainer import GraphTrainer
 
-    start_logging()
+    init_logger()
     folder = folder_of(command.module)
     if folder is not None:
         return _with_own_folder(_of_hugging_face(folder), command.config)
