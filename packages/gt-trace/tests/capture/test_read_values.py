@@ -314,6 +314,31 @@ class Redirected:
         return object.__getattribute__(self, "".join(("he", "ld")) if name == "scale" else name)
 
 
+class WithDefault:
+    adapter: Any = None
+    factor = 2.0
+
+
+class OfAnotherClass:
+    adapter: Any = None
+    factor = 3.0
+
+
+def _scaled_by(held: list[float]) -> Any:
+    def scaled(x: float) -> float:
+        return x * held[0]
+
+    scaled.held = held  # type: ignore[attr-defined]
+    return scaled
+
+
+def _class_with(number: float) -> Any:
+    class Local:
+        factor = number
+
+    return Local
+
+
 class Pair(ctypes.Structure):
     _fields_ = (("low", ctypes.c_double), ("high", ctypes.c_double))
 
@@ -359,6 +384,60 @@ HELD: dict[str, tuple[Any, Callable[[Any], float], Callable[[Any], object], str]
         lambda held: held.scale,
         _with("held", 4.0),
         r"\.held is 4\.0, and was 2\.0",
+    ),
+    "a number of the second of two closures": (
+        [_scaled_by([2.0]), _scaled_by([3.0])],
+        lambda held: held[0](1.0) * held[1](1.0),
+        lambda held: held[0].held.__setitem__(0, 4.0),
+        r"is 4\.0, and was 2\.0",
+    ),
+    "the first of two classes of one name": (
+        [_class_with(2.0)(), _class_with(3.0)()],
+        lambda held: held[0].factor * held[1].factor,
+        lambda held: setattr(type(held[0]), "factor", 4.0),
+        r"factor.* is 4\.0, and was 2\.0",
+    ),
+    "an attribute with the name of one of modules": (
+        types.SimpleNamespace(training=True),
+        lambda held: 2.0 if held.training else 1.0,
+        _with("training", False),
+        r"\.training is False, and was True",
+    ),
+    "the mode of a module that is not captured": (
+        nn.Dropout(0.0),
+        lambda held: 2.0 if held.training else 1.0,
+        nn.Module.eval,
+        r"\.training is False, and was True",
+    ),
+    "a class": (
+        types.SimpleNamespace(kind=nn.ReLU),
+        lambda held: 2.0 if held.kind is nn.ReLU else 1.0,
+        _with("kind", nn.Tanh),
+        r"\.kind is .*Tanh'>, and was .*ReLU'>",
+    ),
+    "an operator": (
+        types.SimpleNamespace(act=torch.ops.aten.relu),
+        lambda held: float(held.act(torch.tensor(2.0)).numel()),
+        _with("act", torch.ops.aten.tanh),
+        r"\.act is .*tanh.*, and was .*relu",
+    ),
+    "an object in place of nothing": (
+        WithDefault(),
+        lambda held: 1.0 if held.adapter is None else 2.0,
+        _with("adapter", Scales()),
+        r"the class of .*\.adapter is 'Scales', and was missing",
+    ),
+    "a tensor in place of nothing": (
+        WithDefault(),
+        lambda held: 1.0 if held.adapter is None else 2.0,
+        lambda held: setattr(held, "adapter", torch.ones(1)),
+        r"the class of .*\.adapter is 'Tensor', and was missing",
+    ),
+    "a class that is assigned": (
+        [WithDefault()],
+        lambda held: held[0].factor,
+        lambda held: setattr(held[0], "__class__", OfAnotherClass),
+        r"OfAnotherClass\.factor is 3\.0|factor is gone",
     ),
     "a copy": (
         Scales(),

@@ -182,3 +182,81 @@ def test_errors_of_views_that_may_not_be_written_are_those_of_eager() -> None:
     with pytest.raises(RuntimeError) as captured:
         trace_step(step)(torch.ones(4))
     assert str(captured.value).splitlines()[0][:80] == str(eager.value).splitlines()[0][:80]
+
+
+def _written(x: Tensor) -> Tensor:
+    base = x * 2
+    view = base.transpose(0, 1).contiguous().view(-1)
+    view.view(3, -1).detach().mul_(0.5)
+    return view
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        lambda view: view.contiguous(),
+        lambda view: view.float(),
+        lambda view: view.to(torch.float32),
+        lambda view: functional.relu(view, inplace=True),
+    ],
+)
+def test_functions_that_return_their_argument_return_the_steps_tensor(
+    same: Callable[[Tensor], Tensor],
+) -> None:
+    weight, x = nn.Parameter(torch.randn(4, 5)), torch.randn(3, 4)
+
+    def step(x: Tensor) -> list[Tensor]:
+        view = _written(x @ weight)
+        factor = 2 if same(view) is view else 3
+        loss = (view * factor).sum()
+        return [loss.detach(), *torch.autograd.grad(loss, [weight])]
+
+    model = nn.Module()
+    model.weight = weight
+    assert _bits(trace_step(step, module=model)(x).bind(model)(x)) == _bits(step(x))
+
+
+def test_views_that_may_not_be_differentiated_may_be_asked_for_their_shape() -> None:
+    model, x = nn.Linear(4, 6), torch.randn(3, 4)
+
+    def step(x: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            row = model.weight[0]
+            model.weight.mul_(1.0)
+        first, _ = (model(x) * 2).chunk(2)
+        first.detach().mul_(2)
+        size = row.shape[0] + row.numel() + first.dim() + first.detach().size(0)
+        loss = (model(x) * size).sum() + row.detach().sum()
+        return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+    assert _bits(trace_step(step, module=model)(x).bind(model)(x)) == _bits(step(x))
+
+
+def test_functional_gradients_of_written_views_are_captured() -> None:
+    weight, x = nn.Parameter(torch.randn(4, 5)), torch.randn(3, 4)
+
+    def inside(x: Tensor) -> Tensor:
+        view = (x * 2).mT
+        view.mul_(2)
+        return (view * view).sum()
+
+    def step(x: Tensor) -> list[Tensor]:
+        return [torch.func.grad(inside)(x @ weight.detach())]
+
+    model = nn.Module()
+    model.weight = weight
+    assert _bits(trace_step(step, module=model)(x).bind(model)(x)) == _bits(step(x))
+
+
+def test_retained_gradient_of_a_view_that_is_written_afterwards_is_refused() -> None:
+    model, x = nn.Linear(4, 5), torch.randn(3, 4)
+
+    def step(x: Tensor) -> Any:
+        view = (model(x) * 2)[:, 1:]
+        view.retain_grad()
+        view.relu_()
+        view.cos().sum().backward()
+        return view.grad
+
+    with pytest.raises(CaptureError, match=r"retains the gradient of a view[\s\S]*view\.cos\(\)"):
+        trace_step(step, module=model)(x)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import types
 from collections import defaultdict
 from collections.abc import Iterable
@@ -32,6 +33,53 @@ _LOOK_UP_ONE = frozenset({nn.Module.__getattr__.__code__.co_filename, functools.
 ``functools.cached_property``."""
 
 
+class _NotedClass:
+    """A class whose reads are noted, by all captures that are under way in any thread."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+        self.recorders: list[AttributeReads] = []
+        self.found = kind.__getattribute__
+        self._own = vars(kind).get("__getattribute__")
+        self._noting = self._noting_function()
+
+    def change(self) -> None:
+        """Let the class note its reads.
+
+        Raises:
+            TypeError: it cannot be changed.
+        """
+        type.__setattr__(self.kind, "__getattribute__", self._noting)
+
+    def put_back(self) -> None:
+        """Let the class be as it was."""
+        if vars(self.kind).get("__getattribute__") is not self._noting:
+            return
+        if self._own is None:
+            type.__delattr__(self.kind, "__getattribute__")
+        else:
+            type.__setattr__(self.kind, "__getattribute__", self._own)
+
+    def _noting_function(self) -> Any:
+        kind, own, found, recorders = self.kind, self._own, self.found, self.recorders
+
+        def noting(instance: Any, name: str) -> Any:
+            if name != ALL or sys._getframe(1).f_code.co_filename not in _LOOK_UP_ONE:
+                for each in recorders:
+                    each.note(kind, instance, name)
+            # Of another class, it may be another method that follows.
+            if own is not None or type(instance) is kind:
+                return found(instance, name)
+            return super(kind, instance).__getattribute__(name)
+
+        return noting
+
+
+_NOTED: dict[int, _NotedClass] = {}
+_LOCK = threading.RLock()
+"""Held while classes are changed or put back."""
+
+
 class AttributeReads:
     """Inside, reads of attributes are noted.
 
@@ -44,42 +92,53 @@ class AttributeReads:
 
     def __init__(self, objects: Iterable[Any]) -> None:
         self._noted: defaultdict[int, set[str]] = defaultdict(set)
-        kinds: dict[int, Any] = {}
+        self._noted_of: defaultdict[int, set[str]] = defaultdict(set)
+        self._given: dict[int, Any] = {}
         for each in objects:
             kind: Any = type(each)
             if _can_change(kind):
-                kinds.setdefault(id(kind), kind)
-        self._kinds = kinds
-        self._noted_of: dict[int, set[str]] = {key: set() for key in kinds}
-        self._own = {key: vars(kind).get("__getattribute__") for key, kind in kinds.items()}
-        self._found = {key: kind.__getattribute__ for key, kind in kinds.items()}
-        self._noting = {
-            key: self._noting_of(kind, self._own[key], self._found[key], self._noted_of[key])
-            for key, kind in kinds.items()
-        }
+                self._given.setdefault(id(kind), kind)
+        self._classes: dict[int, _NotedClass] = {}
         self._compilations = around_compilations(self._put_back, self._change)
+
+    def note(self, kind: Any, instance: Any, name: str) -> None:
+        """Note a read of an attribute of an instance of ``kind``."""
+        self._noted[id(instance)].add(name)
+        self._noted_of[id(kind)].add(name)
 
     def of(self, target: Any) -> set[str] | None:
         """Return the names that were read of an object; None if its reads are not noted.
 
         ``ALL`` is among them where the object was copied, or if its class looks up names itself.
         """
-        key = id(type(target))
-        if key not in self._kinds:
+        noted_class = self._classes.get(id(type(target)))
+        if noted_class is None:
             return None
         noted = self._noted[id(target)]
-        looks_up = isinstance(self._found[key], types.FunctionType)
+        looks_up = isinstance(noted_class.found, types.FunctionType)
         return noted | {ALL} if looks_up or noted & _COPIED_BY else noted
 
     def of_instances(self, kind: type) -> set[str]:
         """Return the names that were read of instances of a class."""
         return set().union(
-            *(self._noted_of[key] for key, each in self._kinds.items() if kind in each.__mro__)
+            *(
+                self._noted_of[key]
+                for key, each in self._classes.items()
+                if kind in each.kind.__mro__
+            )
         )
 
     def __enter__(self) -> AttributeReads:
+        with _LOCK:
+            for key, kind in self._given.items():
+                noted_class = _NOTED.get(key) or _NotedClass(kind)
+                try:
+                    noted_class.change()
+                except TypeError:  # a class of C++ does not let itself be changed
+                    continue
+                _NOTED[key] = self._classes[key] = noted_class
+                noted_class.recorders.append(self)
         self._compilations.__enter__()
-        self._change()
         return self
 
     def __exit__(
@@ -88,33 +147,23 @@ class AttributeReads:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._put_back()
         self._compilations.__exit__(kind, value, trace)
+        with _LOCK:
+            for key, noted_class in self._classes.items():
+                noted_class.recorders.remove(self)
+                if not noted_class.recorders:
+                    noted_class.put_back()
+                    del _NOTED[key]
 
     def _change(self) -> None:
-        for key, kind in self._kinds.items():
-            type.__setattr__(kind, "__getattribute__", self._noting[key])
+        with _LOCK:
+            for each in self._classes.values():
+                each.change()
 
     def _put_back(self) -> None:
-        for key, kind in self._kinds.items():
-            if self._own[key] is not None:
-                type.__setattr__(kind, "__getattribute__", self._own[key])
-            elif "__getattribute__" in vars(kind):
-                type.__delattr__(kind, "__getattribute__")
-
-    def _noting_of(self, kind: Any, own: Any, found: Any, of_kind: set[str]) -> Any:
-        noted = self._noted
-
-        def noting(instance: Any, name: str) -> Any:
-            if name != ALL or sys._getframe(1).f_code.co_filename not in _LOOK_UP_ONE:
-                noted[id(instance)].add(name)
-                of_kind.add(name)
-            # Of another class, it may be another method that follows.
-            if own is not None or type(instance) is kind:
-                return found(instance, name)
-            return super(kind, instance).__getattribute__(name)
-
-        return noting
+        with _LOCK:
+            for each in self._classes.values():
+                each.put_back()
 
 
 def _can_change(kind: Any) -> bool:

@@ -135,8 +135,7 @@ class LiveState(TorchFunctionMode):
         args, named = self._views.renewed(func, args, named)
         with self._around(func, args, named):
             result = self.call(func, args, named)
-        self._views.note(result, args)
-        return result
+        return self._views.returned(result, args)
 
     def _around(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -21,6 +21,7 @@ import operator
 import os
 import pathlib
 import random
+import re
 import sys
 import threading
 import types
@@ -558,7 +559,7 @@ BY_VALUE = (
     *(bool, int, float, complex, str, bytes, type(None), range, slice),
     *(numbers.Number, *([numpy.generic] if (numpy := sys.modules.get("numpy")) else [])),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-    *(datetime.date, datetime.time, datetime.timedelta, pathlib.PurePath, uuid.UUID),
+    *(datetime.date, datetime.time, datetime.timedelta, pathlib.PurePath, uuid.UUID, re.Pattern),
 )
 
 

@@ -10,11 +10,12 @@ reach mentions their names.
 from __future__ import annotations
 
 import enum
+import operator
 import types
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import getitem, is_
 from typing import Any
 
 import torch
@@ -51,7 +52,9 @@ _MOST_ITEMS = 10_000
 _MOST_LINES = 20
 _CONSTANTS = (
     *BY_VALUE,
-    *(enum.Enum, types.FunctionType, types.MethodType, types.BuiltinFunctionType),
+    *(enum.Enum, types.FunctionType, types.MethodType, types.BuiltinFunctionType, type),
+    *(operator.attrgetter, operator.itemgetter, operator.methodcaller),
+    *(type(torch.ops.aten.relu), type(torch.ops.aten.relu.default)),
 )
 _TABLES = ("_modules", "_parameters", "_buffers")
 _ELSEWHERE = NO_STATE | {"training"}
@@ -173,6 +176,7 @@ class ReadValues:
         self._values: dict[str, Any] = {}
         """Values by place, for messages and for a comparison of all."""
 
+        self._num_of_place: Counter[str] = Counter()
         self._tables: list[Any] = []
         self._keys: list[Any] = []
         self._in_tables: list[Any] = []
@@ -180,6 +184,8 @@ class ReadValues:
         self._names: list[str] = []
         self._in_objects: list[Any] = []
         self._sized: list[Any] = []
+        self._typed: list[Any] = []
+        self._types: list[Any] = []
         self._ordered: list[Any] = []
         self._in_order: list[Any] = []
         self._copied: list[Holder] = []
@@ -189,9 +195,9 @@ class ReadValues:
         optimizer: Any = self.roots.get("optimizer")
         state = state or PythonState(self.roots, optimizer=optimizer)
         self._reads = names or _Names(
-            noted=_noted_in(state),
+            noted=_noted_in(state, self.roots.get("module")),
             of_classes=_noted_of_instances(state),
-            attributes=state.attributes - _ELSEWHERE,
+            attributes=state.attributes - NO_STATE,
             mentioned=state.mentioned,
             of_globals=state.read_globals,
             starts={
@@ -272,9 +278,10 @@ class ReadValues:
     def _is_current(self) -> bool:
         try:
             return (
-                _are_known(map(getitem, self._tables, self._keys), self._in_tables)
+                _are_known(map(operator.getitem, self._tables, self._keys), self._in_tables)
                 and _are_known(map(getattr, self._objects, self._names), self._in_objects)
                 and [*map(len, self._sized)] == self._sizes
+                and _are_known(map(type, self._typed), self._types)
                 and _are_known(
                     chain.from_iterable(map(keys_of_mapping, self._ordered)), self._in_order
                 )
@@ -302,7 +309,7 @@ class ReadValues:
             if holder.kind in (SET, BUFFER, VARIABLE):
                 self._copied.append(Holder(holder.kind, holder.target, holder.before, "", None))
                 held = holder.before
-                self._values[holder.path] = held if holder.kind is SET else held.get("", MISSING)
+                self._put(holder.path, held if holder.kind is SET else held.get("", MISSING))
             elif holder.kind in (LIST, MAPPING, DEQUE) and not (
                 _is_table(holder) or _optimizer_of(holder) is not MISSING
             ):
@@ -312,7 +319,7 @@ class ReadValues:
                     if is_ordered
                     else ("length", len(holder.before))
                 )
-                self._values[f"the {what} of {holder.path}"] = known
+                self._put(f"the {what} of {holder.path}", known)
                 if not isinstance(holder.target, tuple | frozenset):
                     self._sized.append(holder.target)
                 if is_ordered:
@@ -320,6 +327,8 @@ class ReadValues:
                     self._in_order += holder.before
             elif holder.kind is OBJECT and not isinstance(holder.target, types.FunctionType):
                 self._sized.append(getattr(holder.target, "__dict__", ()))
+                self._typed.append(holder.target)
+                self._types.append(type(holder.target))
             for key, value in _read_of(holder, self._reads, self.roots.get("optimizer")):
                 for entered in state.entered.get((id(holder), id(key)), ()):
                     pending += nodes.get(entered, ())
@@ -327,16 +336,24 @@ class ReadValues:
                     compared.add(key)
                 self._note(holder, key, value)
 
+    def _put(self, place: str, value: Any) -> None:
+        """Note a value; of two objects, as two closures of one function, places may be the same."""
+        self._num_of_place[place] += 1
+        number = self._num_of_place[place]
+        self._values[place if number == 1 else f"{place} ({number})"] = value
+
     def _note(self, holder: Holder, key: Any, value: Any) -> None:
         target, kind = holder.target, holder.kind
-        if isinstance(value, nn.Module):
-            self._values[f"the class of {holder.place(key)}"] = type(value).__qualname__
+        is_constant = isinstance(value, _CONSTANTS)
+        is_attribute = kind in (OBJECT, CLASS, CELL, GLOBALS) and key not in _TABLES
+        if isinstance(value, nn.Module) or (is_attribute and not is_constant):
+            self._put(f"the class of {holder.place(key)}", type(value).__qualname__)
         if kind in (SET, BUFFER, VARIABLE):  # compared as a whole
             return
         if isinstance(value, torch.Tensor) or key in _TABLES:
             return
-        if isinstance(value, _CONSTANTS):
-            self._values[holder.place(key)] = value
+        if is_constant:
+            self._put(holder.place(key), value)
         if isinstance(target, tuple | frozenset):
             return
         if kind in (LIST, MAPPING, DEQUE, GLOBALS, ENVIRONMENT):
@@ -364,7 +381,8 @@ def _read_of(holder: Holder, names: _Names, optimizer: object) -> Iterator[tuple
             read = names.of_classes.get(holder.path, frozenset()) | always
             found = read.union(names.mentioned)
         else:
-            read = always | (held.keys() - _ELSEWHERE if ALL in noted else noted)
+            apart = _ELSEWHERE if isinstance(holder.target, nn.Module) else frozenset()
+            read = always | (held.keys() - apart if ALL in noted else noted)
             found = read
         for key in [each for each in held if each in found]:
             value = held[key]
@@ -406,18 +424,20 @@ def _noted_of(holder: Holder, names: _Names) -> frozenset[str] | None:
     return noted
 
 
-def _noted_in(state: PythonState) -> dict[str, frozenset[str]]:
+def _noted_in(state: PythonState, module: object) -> dict[str, frozenset[str]]:
     found: dict[str, frozenset[str]] = {}
     if (reads := state.reads) is None:
         return found
     # Dynamo reads the functions that are given to some, and nothing of that is noted.
     is_read_apart = (_READ_BY_DYNAMO | _PAST_LOOKUP) & state.mentioned
     of_functions = state.mentioned if is_read_apart else set[str]()
+    guarded = {*map(id, module.modules())} if isinstance(module, nn.Module) else set[int]()
     for holder in state.nodes:
         if holder.kind is OBJECT and (names := reads.of(holder.target)) is not None:
-            is_module = isinstance(holder.target, nn.Module)
             read = names | (of_functions & holder.before.keys())
-            read -= _ELSEWHERE | _METHODS if is_module else _ELSEWHERE
+            if isinstance(holder.target, nn.Module):
+                read -= NO_STATE | _METHODS
+                read -= {"training"} if id(holder.target) in guarded else set()
             found[holder.path] = found.get(holder.path, frozenset()) | read
     return found
 
@@ -426,7 +446,7 @@ def _noted_of_instances(state: PythonState) -> dict[str, frozenset[str]]:
     if (reads := state.reads) is None:
         return {}
     return {
-        holder.path: frozenset(reads.of_instances(holder.target) - _ELSEWHERE)
+        holder.path: frozenset(reads.of_instances(holder.target) - NO_STATE)
         for holder in state.nodes
         if holder.kind is CLASS
     }
@@ -448,7 +468,7 @@ def _optimizer_of(group: Holder) -> object:
 def _are_known(values: Iterator[Any], known: list[Any]) -> bool:
     """Whether values are the known ones, or equal numbers, which become known."""
     now = [*values]
-    if all(map(is_, now, known)):
+    if all(map(operator.is_, now, known)):
         return True
     for index, (value, was) in enumerate(zip(now, known, strict=True)):
         if value is not was:
@@ -466,7 +486,7 @@ def _text_of(value: Any) -> str:
         return f"{type(value).__qualname__}.{value.name}"
     if isinstance(value, tuple) and all(isinstance(each, BY_VALUE) for each in value):
         return repr(value)
-    if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
         return value.__qualname__  # the module is "__main__" where a model's file is the program
     return ""
 

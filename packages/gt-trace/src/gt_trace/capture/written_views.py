@@ -28,10 +28,26 @@ class WrittenViews:
     def __init__(self) -> None:
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._ways: dict[int, str] = {}
+        self._replaced: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        """The views in whose place other tensors are given to functions, by these."""
+
         self._renewed: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
 
-    def note(self, result: Any, args: tuple[Any, ...]) -> None:
-        """Note the views among what a torch function of ``args`` returned."""
+    def returned(self, result: Any, args: tuple[Any, ...]) -> Any:
+        """Return what a torch function of ``args`` returns, and note the views in it.
+
+        A function that returns its argument returns the step's tensor, not the one in its place.
+        """
+        if not self._made and type(result) not in _TRACED and type(result) not in (tuple, list):
+            return result
+        if (held := self._replaced.get(id(result))) is not None and held[1] is result:
+            view = held[0]()
+            return result if view is None else view
+        if not torch._C._are_functorch_transforms_active():
+            self._note(result, args)
+        return result
+
+    def _note(self, result: Any, args: tuple[Any, ...]) -> None:
         kind = type(result)
         if kind in _TRACED:
             if result._is_view() and self._version_of(result) is None:
@@ -39,7 +55,7 @@ class WrittenViews:
                 self._note_way(result, args[0] if args else None)
         elif kind is tuple or kind is list:
             for each in result:
-                self.note(each, args)
+                self._note(each, args)
 
     def _note_way(self, view: torch.Tensor, source: Any) -> None:
         """Note whether eager execution makes a view anew by its own operators."""
@@ -58,7 +74,11 @@ class WrittenViews:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a torch function, with views that have the right gradients."""
-        if not self._made or not torch.is_grad_enabled():
+        if (
+            not self._made
+            or not torch.is_grad_enabled()
+            or torch._C._are_functorch_transforms_active()
+        ):
             return args, kwargs
         num_written = _writes_to_first(func)
         args = (*args[:num_written], *map(self._renew, args[num_written:]))
@@ -81,8 +101,18 @@ class WrittenViews:
         return None if found is None or found[0]() is not view else found[1]
 
     def _anew(self, view: torch.Tensor) -> torch.Tensor:
-        if view.grad_fn is None:  # asking is what raises autograd's errors about written views
+        try:
+            if view.grad_fn is None:
+                return view
+        except RuntimeError:  # views that may not be differentiated: the function may not do it
             return view
+        except IndexError:  # the operator that made the view does not fit the base any more
+            pass
+        if view.retains_grad:
+            raise CaptureError(
+                "the step retains the gradient of a view (retain_grad) and writes to its memory "
+                f"afterwards:\n{line_of_user()}\nCall retain_grad() after the write"
+            )
         held = self._renewed.get(id(view))
         if held is not None and held[0]() is view and held[1] == view._version:
             return held[2]
@@ -99,7 +129,8 @@ class WrittenViews:
         base: Any = view._base
         new: torch.Tensor = base.as_strided(view.size(), view.stride(), view.storage_offset())
         self._renewed[id(view)] = weakref.ref(view), view._version, new
-        self.note(new, (base,))
+        self._replaced[id(new)] = weakref.ref(view), new
+        self._note(new, (base,))
         return new
 
 
@@ -120,9 +151,7 @@ class InBackward(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
         args, named = self._views.renewed(func, args, dict(kwargs or {}))
-        result = func(*args, **named)
-        self._views.note(result, args)
-        return result
+        return self._views.returned(func(*args, **named), args)
 
 
 _REPLAYED = "by the operator that made it"
