@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from gt_config.errors import StaleFingerprintError
 from gt_trace import StateMismatchError, load, save, trace_step
+from gt_trace.capture.python_holders import numbered
 from gt_trace.errors import ArtifactDamagedError, ArtifactError
 
 
@@ -155,6 +156,11 @@ def test_numbers_and_functions_of_the_module_are_those_of_the_file(
         bound(x)
     with pytest.raises(StateMismatchError, match=_CHANGES[change]):
         load(tmp_path / "again", other).bind(other)
+
+
+def test_texts_of_a_frozenset_have_the_same_places_in_every_process() -> None:
+    names = frozenset({"delta", "beta", "alpha", "gamma"})
+    assert numbered(names) == {0: "alpha", 1: "beta", 2: "delta", 3: "gamma"}
 
 
 def test_a_constant_of_the_class_is_that_of_the_file(

@@ -124,7 +124,10 @@ def numbered(target: Any) -> dict[Any, Any]:
     """Return the items of a sequence by their numbers."""
     # Not by what a subclass makes of indexing, which may change the object.
     kind: Any = next(each for each in _SEQUENCES if isinstance(target, each))
-    return dict(enumerate(kind.__iter__(target)))
+    items = kind.__iter__(target)
+    if kind is frozenset and all(type(each) is str for each in target):
+        items = iter(sorted(target))  # each process has another order of texts
+    return dict(enumerate(items))
 
 
 def keys_of_mapping(target: dict[Any, Any]) -> Iterator[Any]:
