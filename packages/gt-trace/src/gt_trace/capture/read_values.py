@@ -12,7 +12,6 @@ from __future__ import annotations
 import enum
 import operator
 import types
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -176,7 +175,9 @@ class ReadValues:
         self._values: dict[str, Any] = {}
         """Values by place, for messages and for a comparison of all."""
 
-        self._num_of_place: Counter[str] = Counter()
+        self._of_objects: dict[tuple[int, int, Any], tuple[str, Any, Any]] = {}
+        """Places, values and objects by the ids of these: two closures may have one place."""
+
         self._tables: list[Any] = []
         self._keys: list[Any] = []
         self._in_tables: list[Any] = []
@@ -240,13 +241,17 @@ class ReadValues:
             for place in dict.fromkeys((*ours, *theirs))
             if ours.get(place, MISSING) is not theirs.get(place, MISSING)
         ]
-        return _at_most(
-            [
-                f"{place} {_is_now(value)}, and {_was(before)} when the step was captured"
-                for place, before, value in changed
-                if not is_same(before, value) and (before is not MISSING or self.roots == now.roots)
-            ]
-        )
+        changed += [
+            (place, before, now._of_objects[owner][1])
+            for owner, (place, before, _) in self._of_objects.items()
+            if owner in now._of_objects and now._of_objects[owner][1] is not before
+        ]
+        lines = [
+            f"{place} {_is_now(value)}, and {_was(before)} when the step was captured"
+            for place, before, value in changed
+            if not is_same(before, value) and (before is not MISSING or self.roots == now.roots)
+        ]
+        return _at_most([*dict.fromkeys(lines)])
 
     def texts(self) -> dict[str, str]:
         """Return numbers, texts and names of functions as texts, by their places."""
@@ -309,7 +314,7 @@ class ReadValues:
             if holder.kind in (SET, BUFFER, VARIABLE):
                 self._copied.append(Holder(holder.kind, holder.target, holder.before, "", None))
                 held = holder.before
-                self._put(holder.path, held if holder.kind is SET else held.get("", MISSING))
+                self._values[holder.path] = held if holder.kind is SET else held.get("", MISSING)
             elif holder.kind in (LIST, MAPPING, DEQUE) and not (
                 _is_table(holder) or _optimizer_of(holder) is not MISSING
             ):
@@ -319,7 +324,7 @@ class ReadValues:
                     if is_ordered
                     else ("length", len(holder.before))
                 )
-                self._put(f"the {what} of {holder.path}", known)
+                self._values[f"the {what} of {holder.path}"] = known
                 if not isinstance(holder.target, tuple | frozenset):
                     self._sized.append(holder.target)
                 if is_ordered:
@@ -336,24 +341,19 @@ class ReadValues:
                     compared.add(key)
                 self._note(holder, key, value)
 
-    def _put(self, place: str, value: Any) -> None:
-        """Note a value; of two objects, as two closures of one function, places may be the same."""
-        self._num_of_place[place] += 1
-        number = self._num_of_place[place]
-        self._values[place if number == 1 else f"{place} ({number})"] = value
-
     def _note(self, holder: Holder, key: Any, value: Any) -> None:
         target, kind = holder.target, holder.kind
-        is_constant = isinstance(value, _CONSTANTS)
-        is_attribute = kind in (OBJECT, CLASS, CELL, GLOBALS) and key not in _TABLES
+        place, is_constant = holder.place(key), isinstance(value, _CONSTANTS)
+        is_attribute = kind in (OBJECT, CLASS, GLOBALS) and key not in _TABLES
         if isinstance(value, nn.Module) or (is_attribute and not is_constant):
-            self._put(f"the class of {holder.place(key)}", type(value).__qualname__)
+            self._values[f"the class of {place}"] = type(value).__qualname__
         if kind in (SET, BUFFER, VARIABLE):  # compared as a whole
             return
         if isinstance(value, torch.Tensor) or key in _TABLES:
             return
         if is_constant:
-            self._put(holder.place(key), value)
+            self._values[place] = value
+            self._of_objects[id(target), id(kind), key] = place, value, target
         if isinstance(target, tuple | frozenset):
             return
         if kind in (LIST, MAPPING, DEQUE, GLOBALS, ENVIRONMENT):
