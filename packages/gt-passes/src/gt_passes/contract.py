@@ -116,7 +116,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassReport:
-    """What a pass did, as data."""
+    """A report of one pass, as data."""
 
     changed: bool
     """Whether the graph was edited."""

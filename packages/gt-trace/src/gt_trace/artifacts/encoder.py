@@ -367,15 +367,7 @@ class Encoder:
 
 def _values(mode: CapturedMode) -> dict[str, Any] | None:
     held = mode.values.stored() if isinstance(mode.values, ReadValues) else mode.values
-    return (
-        None
-        if held is None
-        else {
-            "texts": dict(held.texts),
-            "noted": {place: list(names) for place, names in held.noted.items()},
-            "of_classes": {place: list(names) for place, names in held.of_classes.items()},
-        }
-    )
+    return None if held is None else asdict(held)
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:

@@ -23,7 +23,7 @@ _TRACED = (FakeTensor, FunctionalTensor)
 
 
 class WrittenViews:
-    """The views that torch functions returned, and by how many writes their memory was older."""
+    """Records views that torch functions return, and how often their memory had been written."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}

@@ -256,7 +256,8 @@ class SymbolicExecution:
             return ("call", form, *[operand.number for operand in operands])
         read = self._scan.calls[node].split()[1]
         numbers = [
-            self._dense(*each) or each[1].number for each in zip(read, operands, strict=True)
+            each.number if (flat := self._dense(operand, each)) is None else flat
+            for operand, each in zip(read, operands, strict=True)
         ]
         # A graph may take the same memory once where the graph before took it by two views.
         makers = dict.fromkeys(
@@ -269,7 +270,7 @@ class SymbolicExecution:
         return ("call", form, *numbers, *makers)
 
     def _dense(self, node: Node, value: Value) -> int | None:
-        """Return the number of a tensor as a row of its storage's elements, if it has all."""
+        """Return the number of the elements of the storage; None if a tensor lacks some of them."""
         recorded = value_of(node)
         if (
             type(value) is TensorValue
