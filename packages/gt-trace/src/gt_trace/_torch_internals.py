@@ -32,6 +32,9 @@ from torch._C import _set_neg as set_neg
 # The counter from which autograd nodes get the numbers that ``meta["seq_nr"]`` repeats.
 from torch._C._autograd import _get_sequence_nr as sequence_counter
 
+# The tensors that the wrappers of torch.vmap and torch.func hold.
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+
 # Fake tensors stand in for parameters and inputs while tracing; no public constructor exists.
 from torch._guards import TracingContext, tracing
 

@@ -108,6 +108,19 @@ def test_labels_out_of_bounds_raise_the_errors_of_eager_execution() -> None:
         assert errors[0] == errors[1]
 
 
+def test_checks_without_a_result_stay_in_the_graph_if_another_error_is_caught() -> None:
+    def step(labels: Tensor) -> Tensor:
+        torch._assert_async(labels.lt(4).all(), "labels are large")
+        with contextlib.suppress(RuntimeError):
+            torch.ones(2) @ torch.ones(3)
+        return labels + 1
+
+    run = trace_step(step)(torch.tensor([0, 3])).bind()
+    assert run(torch.tensor([1, 3])).tolist() == [2, 4]
+    with pytest.raises(RuntimeError, match="labels are large"):
+        run(torch.tensor([1, 4]))
+
+
 @pytest.mark.parametrize("kind", [dict, set, frozenset])
 def test_tensors_of_the_module_are_no_keys_from_outside(kind: Callable[..., Any]) -> None:
     model = nn.Linear(4, 4)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from gt_trace import CaptureError, trace_step
+from gt_trace.capture.written_views import WrittenViews
 from gt_trace.joint import export_joint_graph, partition
 
 
@@ -99,10 +102,44 @@ def _of_one_part(x: Tensor) -> Tensor:
     return part * numbers.real
 
 
+class _Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * x.cos()
+
+
+def _in_a_function(x: Tensor) -> Tensor:
+    return _Sine.apply(_by_detach(x))  # type: ignore[no-any-return]
+
+
+def _in_a_function_in_a_checkpoint(x: Tensor) -> Tensor:
+    def inside(x: Tensor) -> Tensor:
+        view = _by_detach(x)
+        return _Sine.apply(view) * view  # type: ignore[no-any-return]
+
+    result: Tensor = checkpoint(inside, x, use_reentrant=False)
+    return result
+
+
+def _whose_base_has_other_sizes(x: Tensor) -> Tensor:
+    base = x * 2
+    view = base[1]
+    base.unsqueeze_(0)
+    base.add_(1)
+    return view * 2
+
+
 _WRITES = [
     *(_by_detach, _by_another_view, _by_itself, _by_its_base, _by_a_function_of_nn),
     *(_by_assignment, _in_a_list, _twice, _with_a_hook, _with_the_gradient_of_the_view),
     *(_in_a_checkpoint, _of_complex_numbers, _of_one_part),
+    *(_in_a_function, _in_a_function_in_a_checkpoint, _whose_base_has_other_sizes),
 ]
 
 
@@ -166,6 +203,52 @@ def test_written_views_of_views_of_complex_numbers_are_refused(
     model = _Model(write)
     with pytest.raises(CaptureError, match=r"written since.*real part[\s\S]*made\.abs\(\)"):
         trace_step(lambda x: model(x)[1].detach(), module=model)(torch.randn(3, 4, 5))
+
+
+_apply_from_outside = _Sine.apply
+
+
+@pytest.mark.parametrize(
+    ("use", "told"),
+    [
+        (torch.vmap(lambda row: row * 2), "torch.vmap or torch.func is given"),
+        (lambda view: torch.func.vjp(torch.sin, view)[0], "torch.vmap or torch.func is given"),
+        (_apply_from_outside, "an autograd.Function, by an `apply` from outside"),
+    ],
+)
+def test_written_views_whose_user_holds_the_view_itself_are_refused(
+    use: Callable[[Tensor], Tensor], told: str
+) -> None:
+    model, x = _Model(lambda x: use(_by_detach(x))), torch.randn(3, 4, 5)
+
+    def step(x: Tensor) -> Any:
+        return torch.autograd.grad(model(x)[1], list(model.parameters()))
+
+    with pytest.raises(CaptureError, match=rf"{told}[\s\S]*memory was written[\s\S]*clone\(\)"):
+        trace_step(step, module=model)(x)
+    model.write = lambda x: use(_by_detach(x).clone())
+    assert _bits(trace_step(step, module=model)(x).bind(model)(x)) == _bits(step(x))
+
+
+def test_functions_are_as_before_after_captures_in_two_threads() -> None:
+    apply = vars(torch.autograd.Function)["apply"]
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def second() -> None:
+        with WrittenViews().in_functions():
+            has_begun.set()
+            assert may_end.wait(60)
+
+    with ThreadPoolExecutor(1) as threads:
+        with WrittenViews().in_functions():
+            running = threads.submit(second)
+            assert has_begun.wait(60)
+            assert vars(torch.autograd.Function)["apply"] is not apply
+        assert vars(torch.autograd.Function)["apply"] is not apply
+        assert _Sine.apply(torch.zeros(1)).tolist() == [0.0]
+        may_end.set()
+        running.result()
+    assert vars(torch.autograd.Function)["apply"] is apply
 
 
 def test_errors_of_views_that_may_not_be_written_are_those_of_eager() -> None:

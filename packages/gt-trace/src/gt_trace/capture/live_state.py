@@ -93,6 +93,7 @@ class LiveState(TorchFunctionMode):
         self._assignments = refuse_data_assignments({} if given is None else given.names)
         self._live = {id(tensor): key for key, tensor in self._stand_ins.items()}
         self._views = WrittenViews()
+        self._functions = self._views.in_functions()
         self._errors: list[Exception] = []
         """Errors of torch functions, of which the step may catch some."""
 
@@ -178,11 +179,13 @@ class LiveState(TorchFunctionMode):
 
     def __enter__(self) -> LiveState:
         self._assignments.__enter__()
+        self._functions.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch's
+        self._functions.__exit__(kind, error, trace)
         self._assignments.__exit__(kind, error, trace)
         if kind is None and self._errors:
             self._refuse_caught()
@@ -257,11 +260,17 @@ def _check_classes(tensor: torch.Tensor, num_classes: object = -1) -> None:
 
 
 def _erase_failed_nodes() -> None:
-    """Erase nodes of operators that raised an error, which the step caught."""
+    """Erase nodes of operators that raised an error, which the step caught.
+
+    They have no value, though their operator returns one. An assertion, or an operator that only
+    writes, returns none.
+    """
     mode = get_proxy_mode()
     nodes = [] if mode is None else [*mode.tracer.graph.nodes]
     for node in reversed(nodes):
-        if node.op == "call_function" and not node.users and "val" not in node.meta:
+        schema = getattr(node.target, "_schema", None)
+        returns = schema is None or bool(schema.returns)
+        if node.op == "call_function" and not node.users and "val" not in node.meta and returns:
             node.graph.erase_node(node)
 
 

@@ -8,18 +8,34 @@ take an ``as_strided`` of the base. Source: ``VariableHooks::grad_fn`` in torch'
 
 from __future__ import annotations
 
+import sys
+import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gt_trace._torch_internals import FakeTensor, FunctionalTensor
+from gt_trace._torch_internals import (
+    FakeTensor,
+    FunctionalTensor,
+    get_proxy_mode,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+)
 from gt_trace.capture.stack_traces import line_of_user
 from gt_trace.errors import CaptureError
 
 _TRACED = (FakeTensor, FunctionalTensor)
+
+_ACTIVE: dict[int, list[WrittenViews]] = {}
+"""The views of the captures that are under way, by threads. The innermost capture is the last."""
+
+_LOCK = threading.Lock()
+"""Held while ``autograd.Function.apply`` is replaced or put back."""
 
 
 class WrittenViews:
@@ -74,11 +90,15 @@ class WrittenViews:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a torch function, with views that have the right gradients."""
-        if (
-            not self._made
-            or not torch.is_grad_enabled()
-            or torch._C._are_functorch_transforms_active()
-        ):
+        if not self._made:
+            return args, kwargs
+        if torch._C._are_functorch_transforms_active():
+            if self._is_written((*args, *kwargs.values())):
+                _refuse("torch.vmap or torch.func")
+            return args, kwargs
+        if not torch.is_grad_enabled():
+            if self._is_written((*args, *kwargs.values())) and _runs_function():
+                _refuse("an autograd.Function, by an `apply` from outside of the step,")
             return args, kwargs
         num_written = _writes_to_first(func)
         args = (*args[:num_written], *map(self._renew, args[num_written:]))
@@ -95,6 +115,45 @@ class WrittenViews:
             return kind([self._renew(each) for each in value])
         return value
 
+    def _is_written(self, values: Iterable[Any]) -> bool:
+        """Return whether one of the values is a view, with a gradient, that was written since.
+
+        A transform of ``torch.func`` has wrappers of views.
+        """
+        for value in values:
+            if isinstance(value, tuple | list):
+                if self._is_written(value):
+                    return True
+            elif isinstance(value, torch.Tensor):
+                held = value
+                while is_functorch_wrapped_tensor(held):
+                    held = get_unwrapped(held)
+                made = self._version_of(held)
+                if made is not None and made != held._version and held.requires_grad:
+                    return True
+        return False
+
+    @contextmanager
+    def in_functions(self) -> Iterator[None]:
+        """Inside, ``autograd.Function.apply`` on this thread takes views with right gradients.
+
+        PyTorch calls it without asking the mode for torch functions.
+        """
+        with _LOCK:
+            if not _ACTIVE:
+                torch.autograd.Function.apply = classmethod(_apply)
+            views = _ACTIVE.setdefault(threading.get_ident(), [])
+            views.append(self)
+        try:
+            yield
+        finally:
+            with _LOCK:
+                views.remove(self)
+                if not views:
+                    del _ACTIVE[threading.get_ident()]
+                if not _ACTIVE:
+                    torch.autograd.Function.apply = _APPLY
+
     def _version_of(self, view: torch.Tensor) -> int | None:
         """Return how often the memory had been written when a view was made; None if unknown."""
         found = self._made.get(id(view))
@@ -107,7 +166,9 @@ class WrittenViews:
         except RuntimeError:  # views that may not be differentiated: the function may not do it
             return view
         except IndexError:  # the operator that made the view does not fit the base any more
-            pass
+            mode = get_proxy_mode()
+            if mode is not None:
+                mode.tracer.graph.erase_node(next(reversed(mode.tracer.graph.nodes)))
         if view.retains_grad:
             raise CaptureError(
                 "the step retains the gradient of a view (retain_grad) and writes to its memory "
@@ -152,6 +213,41 @@ class InBackward(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         args, named = self._views.renewed(func, args, dict(kwargs or {}))
         return self._views.returned(func(*args, **named), args)
+
+
+def _refuse(user: str) -> None:
+    raise CaptureError(
+        f"{user} is given a view whose memory was written since the view was made:\n"
+        f"{line_of_user()}\nIts gradient would have other strides than in eager execution. Give it "
+        "view.clone(), or write before the view is made"
+    )
+
+
+def _runs_function() -> bool:
+    """Return whether the ``forward`` of an ``autograd.Function`` is being run."""
+    pending, codes = [torch.autograd.Function], set[Any]()
+    while pending:
+        kind = pending.pop()
+        pending += kind.__subclasses__()
+        codes.add(getattr(kind.forward, "__code__", None))
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame is not None
+
+
+_APPLY = vars(torch.autograd.Function)["apply"]
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Apply an ``autograd.Function`` to its arguments, with views that have the right gradients."""
+    apply = _APPLY.__get__(None, cls)
+    captures = _ACTIVE.get(threading.get_ident())
+    if not captures or torch.compiler.is_dynamo_compiling():
+        return apply(*args, **kwargs)
+    views = captures[-1]
+    args, kwargs = views.renewed(None, args, kwargs)
+    return views.returned(apply(*args, **kwargs), args)
 
 
 _REPLAYED = "by the operator that made it"
