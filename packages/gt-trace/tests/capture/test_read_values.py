@@ -53,6 +53,32 @@ class Rates(list[float]):
     factor = 2.0
 
 
+def widened(x: Tensor, factor: float = 2.0, *, added: float = 0.0) -> Tensor:
+    return x * factor + added
+
+
+def narrowed(x: Tensor, factor: float = 2.0, *, added: float = 0.0) -> Tensor:
+    return x / factor - added
+
+
+class OfClasses(type):
+    def __len__(cls) -> int:
+        return 2
+
+
+class Scaling(metaclass=OfClasses):
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.shifted(x) * self.slope * len(type(self))
+
+    @property
+    def slope(self) -> float:
+        return 2.0
+
+    @staticmethod
+    def shifted(x: Tensor) -> Tensor:
+        return x + 1
+
+
 @functools.lru_cache
 def cached() -> list[float]:
     return [2.0]
@@ -70,6 +96,7 @@ class Model(nn.Module):
         self.function, self.table = functional.relu, torch.ones(4).numpy()
         self.kinds = {"wide", functional.relu}
         self.rates, self.order = Rates(), {"first": 1.0, "second": 2.0}
+        self.scaling = Scaling()
         self.partial = functools.partial(lambda: self.partial.scaled)
         weight: Any = self.linear.weight
         weight.scaled, self.partial.scaled, weight.held = 2.0, 2.0, {"factor": 2.0}  # type: ignore[attr-defined]
@@ -80,6 +107,7 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         assert "wide" in self.kinds
         x = self.function(self.act(self.dropout(self.norm(self.linear(x)))))
+        x = self.scaling(widened(x))
         x = self.widen(x) * self.scale * self.factor * self.config["rates"][1] * self.kind.value
         x = x ** self.config["nested"].power * float(self.table[0]) * getattr(self, "late", 1.0)
         weight: Any = self.linear.weight
@@ -147,6 +175,34 @@ CHANGES: dict[str, tuple[Callable[[Trainer, pytest.MonkeyPatch], Any], str]] = {
     "class": (lambda t, p: p.setattr(Settings, "factor", 3.0), "Settings.factor is 3.0"),
     "class of module": (lambda t, p: p.setattr(Model, "factor", 3.0), "Model.factor is 3.0"),
     "method": (lambda t, p: p.setattr(Model, "widen", lambda _, x: x), "Model.widen is <function"),
+    "default": (
+        lambda t, p: p.setattr(widened, "__defaults__", (3.0,)),
+        "widened.__defaults__[0] is 3.0",
+    ),
+    "keyword default": (
+        lambda t, p: p.setattr(widened, "__kwdefaults__", {"added": 3.0}),
+        "widened.__kwdefaults__['added'] is 3.0",
+    ),
+    "code, as by the autoreload of a notebook": (
+        lambda t, p: p.setattr(widened, "__code__", narrowed.__code__),
+        "widened.__code__ is <code object narrowed",
+    ),
+    "special method": (
+        lambda t, p: p.setattr(Scaling, "__call__", lambda _, x: x),
+        "Scaling.__call__ is <function",
+    ),
+    "special method of a metaclass": (
+        lambda t, p: p.setattr(OfClasses, "__len__", lambda _: 3),
+        "OfClasses.__len__ is <function",
+    ),
+    "property": (
+        lambda t, p: p.setattr(Scaling, "slope", property(lambda _: 3.0)),
+        "Scaling.slope is <property",
+    ),
+    "static method": (
+        lambda t, p: p.setattr(Scaling, "shifted", staticmethod(lambda x: x)),
+        "Scaling.shifted is <staticmethod",
+    ),
     "environment": (lambda t, p: p.setenv("TEST_READ_VALUES", "3"), "os.environ['TEST_READ_VALU"),
     "set": (lambda t, _: t.model.kinds.add("narrow"), "module.kinds is"),
     "attribute of a list": (lambda t, _: setattr(t.model.rates, "factor", 3.0), "rates.factor is"),

@@ -70,7 +70,13 @@ def _write_mapping(target: dict[Any, Any], contents: Mapping[Any, Any]) -> None:
 
 
 def _contents_of_class(target: type) -> dict[str, Any]:
-    return {key: value for key, value in vars(target).items() if not key.startswith("__")}
+    """Return attributes and methods, without ``__getattribute__``: ``AttributeReads`` sets it."""
+    return {
+        key: value
+        for key, value in vars(target).items()
+        if not key.startswith("__")
+        or (isinstance(value, types.FunctionType) and key != "__getattribute__")
+    }
 
 
 def _write_class(target: type, contents: Mapping[str, Any]) -> None:
@@ -304,13 +310,15 @@ class Change:
 
 
 def slots_of(target: Any) -> tuple[str, ...]:
-    """Return the names of the slots of an object's class."""
+    """Return the names of the slots of an object's class; what a function consists of."""
     kind: Any = type(target)
     return _slots(kind)
 
 
 @functools.lru_cache(maxsize=_MOST_CLASSES)
 def _slots(kind: Any) -> tuple[str, ...]:
+    if kind is types.FunctionType:
+        return ("__code__", "__defaults__", "__kwdefaults__")
     names: list[str] = []
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())

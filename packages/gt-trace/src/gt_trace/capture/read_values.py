@@ -10,6 +10,7 @@ reach mentions their names.
 from __future__ import annotations
 
 import enum
+import functools
 import operator
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ from gt_trace.capture.python_holders import (
     keys_of_mapping,
     short,
     short_text,
+    slots_of,
 )
 from gt_trace.capture.python_state import BY_VALUE, HAVE_READS_APART, NO_STATE, PythonState, is_same
 
@@ -52,6 +54,7 @@ _MOST_LINES = 20
 _CONSTANTS = (
     *BY_VALUE,
     *(enum.Enum, types.FunctionType, types.MethodType, types.BuiltinFunctionType, type),
+    *(types.CodeType, property, staticmethod, classmethod, functools.cached_property),
     *(operator.attrgetter, operator.itemgetter, operator.methodcaller),
     *(type(torch.ops.aten.relu), type(torch.ops.aten.relu.default)),
 )
@@ -352,7 +355,8 @@ class ReadValues:
         if isinstance(value, torch.Tensor) or key in _TABLES:
             return
         if is_constant:
-            self._values[place] = value
+            if not isinstance(target, types.FunctionType):  # of another function it is no change
+                self._values[place] = value
             self._of_objects[id(target), id(kind), key] = place, value, target
         if isinstance(target, tuple | frozenset):
             return
@@ -374,8 +378,8 @@ def _read_of(holder: Holder, names: _Names, optimizer: object) -> Iterator[tuple
     """Yield what the code that was met may read of an object."""
     kind, held = holder.kind, holder.before
     if kind in (OBJECT, CLASS):
-        always = frozenset({*_TABLES, *_OPTIMIZER_HOOKS} if kind is OBJECT else ())
         held = kind.read(holder.target)  # without the wrappers of a trace
+        always = _always_read(holder.target, held)
         noted = _noted_of(holder, names)
         if noted is None:
             read = names.of_classes.get(holder.path, frozenset()) | always
@@ -408,6 +412,15 @@ def _read_of(holder: Holder, names: _Names, optimizer: object) -> Iterator[tuple
         yield from ((key, held[key]) for key in held.keys() & mentioned)
     elif len(held) <= _MOST_ITEMS or _is_table(holder):
         yield from held.items()
+
+
+def _always_read(target: object, held: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of what no code mentions that reads it."""
+    if isinstance(target, types.FunctionType):
+        return frozenset(key for key in slots_of(target) if held[key] is not None)
+    if isinstance(target, type):  # special methods
+        return frozenset(key for key in held if key.startswith("__"))
+    return frozenset({*_TABLES, *_OPTIMIZER_HOOKS})
 
 
 def _noted_of(holder: Holder, names: _Names) -> frozenset[str] | None:
