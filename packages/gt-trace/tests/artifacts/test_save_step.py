@@ -90,6 +90,10 @@ class _Settings:
         self.scale, self.num_steps = 2.0, 0
 
 
+def _shift(number: int) -> Callable[[Tensor], Tensor]:
+    return [lambda x: x + 1, lambda x: x + 2][number]
+
+
 class _Scaled(nn.Module):
     factor = 2.0
 
@@ -98,9 +102,10 @@ class _Scaled(nn.Module):
         self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(0.0)
         self.config, self.table = _Settings(), types.SimpleNamespace(scale=2.0)
         self.function: Callable[[Tensor], Tensor] = functional.gelu
+        self.shift = _shift(0)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.dropout(self.function(self.linear(x)))
+        x = self.shift(self.dropout(self.function(self.linear(x))))
         x = x * getattr(self.config, f"sc{'ale'}") * getattr(self.config, "late", 1.0)
         return x * self.table.scale * self.factor
 
@@ -129,12 +134,17 @@ def _function(model: _Scaled) -> None:
     model.function = functional.relu
 
 
+def _lambda(model: _Scaled) -> None:
+    model.shift = _shift(1)
+
+
 _CHANGES = {
     _dropout: r"module\.dropout\.p is 0\.5, and was 0\.0",
     _scale: r"module\.config\.scale is 3\.0, and was 2\.0",
     _scale_is_gone: r"module\.config\.scale is gone, and was 2\.0",
     _late: r"module\.config\.late is 3\.0, and was missing",
     _table: r"module\.table\.scale is 3\.0, and was 2\.0",
+    _lambda: r"module\.shift is .*_shift\..*, and was .*_shift\.",
     _function: r"module\.function is .*relu.*, and was .*gelu",
 }
 
@@ -156,6 +166,23 @@ def test_numbers_and_functions_of_the_module_are_those_of_the_file(
         bound(x)
     with pytest.raises(StateMismatchError, match=_CHANGES[change]):
         load(tmp_path / "again", other).bind(other)
+
+
+class _Otherwise(_Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def test_a_model_of_another_class_is_refused(tmp_path: Path) -> None:
+    model, x = _Scaled(), torch.ones(3, 4)
+    step = trace_step(lambda x: model(x).sum().detach(), module=model)(x)
+    save(step, tmp_path / "step")
+
+    told = r"the class of module is '_Otherwise', and was '_Scaled'"
+    with pytest.raises(StateMismatchError, match=told):
+        step.bind(_Otherwise())
+    with pytest.raises(StateMismatchError, match=told):
+        load(tmp_path / "step", _Otherwise()).bind(_Otherwise())
 
 
 def test_texts_of_a_frozenset_have_the_same_places_in_every_process() -> None:

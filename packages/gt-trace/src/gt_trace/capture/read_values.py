@@ -23,6 +23,7 @@ from torch import nn
 
 from gt_trace.annotate import REPLACED
 from gt_trace.capture.attribute_reads import ALL
+from gt_trace.capture.code_digest import code_digest
 from gt_trace.capture.python_holders import (
     BUFFER,
     CACHE,
@@ -51,6 +52,9 @@ _MOST_ITEMS = 10_000
 """Longer containers are data, and not compared."""
 
 _MOST_LINES = 20
+_NUM_DIGITS = 12
+"""Of the digest of a function's code, enough to tell it from another one."""
+
 _CONSTANTS = (
     *BY_VALUE,
     *(enum.Enum, types.FunctionType, types.MethodType, types.BuiltinFunctionType, type),
@@ -211,6 +215,8 @@ class ReadValues:
             },
         )
         self._read(state)
+        if (module := self.roots.get("module")) is not None:
+            self._values["the class of module"] = type(module).__qualname__
         self._sizes = [*map(len, self._sized)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReadValues:
@@ -499,7 +505,9 @@ def _text_of(value: Any) -> str:
         return f"{type(value).__qualname__}.{value.name}"
     if isinstance(value, tuple) and all(isinstance(each, BY_VALUE) for each in value):
         return repr(value)
-    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
+    if isinstance(value, types.FunctionType):
+        return f"{value.__qualname__} (code {code_digest(value.__code__)[:_NUM_DIGITS]})"
+    if isinstance(value, types.BuiltinFunctionType | type):
         return value.__qualname__  # the module is "__main__" where a model's file is the program
     return ""
 
