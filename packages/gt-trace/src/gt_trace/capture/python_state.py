@@ -104,7 +104,7 @@ _MOST_CLASSES = 4096
 _MOST_DEPTH = 20
 _CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context", "jvp", "vjp", "vmap"})
 _OF_ITERATORS = frozenset({"builtins", "itertools", "collections", "_collections"})
-_INSTALLED = os.path.dirname(os.path.dirname(torch.__file__)) + os.sep
+INSTALLED = os.path.dirname(os.path.dirname(torch.__file__)) + os.sep
 """Folder of installed packages. Modules there that do not import PyTorch are libraries."""
 
 _CODE = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
@@ -546,7 +546,7 @@ def _is_library(held: Mapping[str, Any]) -> bool:
     package = _package(held.get("__name__"))
     if package in _FOREIGN | _OWN:
         return True
-    return "torch" not in held and str(held.get("__file__")).startswith(_INSTALLED)
+    return "torch" not in held and str(held.get("__file__")).startswith(INSTALLED)
 
 
 def _package(module: object) -> str:

@@ -46,7 +46,14 @@ from gt_trace.capture.python_holders import (
     short_text,
     slots_of,
 )
-from gt_trace.capture.python_state import BY_VALUE, HAVE_READS_APART, NO_STATE, PythonState, is_same
+from gt_trace.capture.python_state import (
+    BY_VALUE,
+    HAVE_READS_APART,
+    INSTALLED,
+    NO_STATE,
+    PythonState,
+    is_same,
+)
 
 _MOST_ITEMS = 10_000
 """Longer containers are data, and not compared."""
@@ -391,7 +398,9 @@ def _read_of(holder: Holder, names: _Names, optimizer: object) -> Iterator[tuple
             read = names.of_classes.get(holder.path, frozenset()) | always
             found = read.union(names.mentioned)
         else:
-            apart = _ELSEWHERE if isinstance(holder.target, nn.Module) else frozenset()
+            is_function = isinstance(holder.target, types.FunctionType)
+            apart = frozenset(slots_of(holder.target) if is_function else ())
+            apart = _ELSEWHERE if isinstance(holder.target, nn.Module) else apart
             read = always | (held.keys() - apart if ALL in noted else noted)
             found = read
         for key in [each for each in held if each in found]:
@@ -423,7 +432,9 @@ def _read_of(holder: Holder, names: _Names, optimizer: object) -> Iterator[tuple
 def _always_read(target: object, held: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of what no code mentions that reads it."""
     if isinstance(target, types.FunctionType):
-        return frozenset(key for key in slots_of(target) if held[key] is not None)
+        is_installed = target.__code__.co_filename.startswith(INSTALLED)  # nobody edits these
+        apart = {"__code__"} if is_installed else set[str]()
+        return frozenset(key for key in slots_of(target) if held[key] is not None) - apart
     if isinstance(target, type):  # special methods
         return frozenset(key for key in held if key.startswith("__"))
     return frozenset({*_TABLES, *_OPTIMIZER_HOOKS})
