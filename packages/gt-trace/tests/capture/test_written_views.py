@@ -137,7 +137,9 @@ def _whose_base_has_other_sizes(x: Tensor) -> Tensor:
 
 _WRITES = [
     *(_by_detach, _by_another_view, _by_itself, _by_its_base, _by_a_function_of_nn),
-    *(_by_assignment, _in_a_list, _twice, _with_a_hook, _with_the_gradient_of_the_view),
+    *(_by_assignment, _in_a_list, _twice, _with_the_gradient_of_the_view),
+    # Eager execution ends in a segmentation fault with older versions.
+    *([_with_a_hook] if torch.__version__ >= (2, 15) else []),
     *(_in_a_checkpoint, _of_complex_numbers, _of_one_part),
     *(_in_a_function, _in_a_function_in_a_checkpoint, _whose_base_has_other_sizes),
 ]

@@ -240,7 +240,7 @@ def result_problem(leaf: Any) -> str | None:
 
 
 _OF_STAND_INS = frozenset(
-    {"fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor", "elem"}
+    {"fake_device", "fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor", "elem"}
 )
 """Attributes that the tensors of a trace have, and those of a user do not."""
 

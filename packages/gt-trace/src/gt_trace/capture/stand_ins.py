@@ -65,7 +65,9 @@ def reserved_attributes(tensor: torch.Tensor) -> list[str]:
 
 _OF_TORCH = frozenset({_OF_PARAMETER, "_is_buffer", "persistent"})
 _MARKS = frozenset({"_specialize_on", "_has_dynamo_dim_marking"})
-_RESERVED = frozenset({"constant", "dispatch_keys", "fake_mode", "pytype", "real_tensor", _TYPE})
+_RESERVED = frozenset(
+    {"constant", "dispatch_keys", "fake_device", "fake_mode", "pytype", "real_tensor", _TYPE}
+)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import takewhile
 from types import FrameType
 from typing import Any
 
@@ -160,15 +161,8 @@ class WrittenViews:
         return None if found is None or found[0]() is not view else found[1]
 
     def _anew(self, view: torch.Tensor) -> torch.Tensor:
-        try:
-            if view.grad_fn is None:
-                return view
-        except RuntimeError:  # views that may not be differentiated: the function may not do it
+        if not _has_gradient(view):
             return view
-        except IndexError:  # the operator that made the view does not fit the base any more
-            mode = get_proxy_mode()
-            if mode is not None:
-                mode.tracer.graph.erase_node(next(reversed(mode.tracer.graph.nodes)))
         if view.retains_grad:
             raise CaptureError(
                 "the step retains the gradient of a view (retain_grad) and writes to its memory "
@@ -213,6 +207,26 @@ class InBackward(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         args, named = self._views.renewed(func, args, dict(kwargs or {}))
         return self._views.returned(func(*args, **named), args)
+
+
+def _has_gradient(view: torch.Tensor) -> bool:
+    """Return whether autograd follows a view that was written since.
+
+    To answer, autograd runs the operators that made the view again. The graph does not keep them:
+    the base may have other sizes now.
+    """
+    mode = get_proxy_mode()
+    nodes: Any = [] if mode is None else mode.tracer.graph.nodes
+    last = next(iter(reversed(nodes)), None)
+    try:
+        return view.grad_fn is not None
+    except RuntimeError:  # of views that may not be differentiated: the function may not do it
+        return False
+    except IndexError:  # the operators do not fit the base
+        return True
+    finally:
+        for node in [*takewhile(lambda node: node is not last, reversed(nodes))]:
+            node.graph.erase_node(node)
 
 
 def _refuse(user: str) -> None:
