@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gt_trainer.dry_run.numbers_as_text import GIB, ms
@@ -177,14 +177,7 @@ class PlanAnswer:
 
     def _nothing_fits(self) -> Iterator[str]:
         outcomes = [each[0] for each in self.plan.outcomes]
-        if not outcomes:
-            yield "  nothing was simulated"
-            return
-        least = min(outcomes, key=lambda each: each.peak_bytes)
-        yield (
-            f"  nothing fits     the least that was simulated needs "
-            f"{least.peak_bytes / GIB:.1f} GiB of {least.capacity_bytes / GIB:.1f}: {least.recipe}"
-        )
+        yield least_memory(outcomes) if outcomes else "  nothing was simulated"
 
     def _beside_line(self) -> Iterator[str]:
         words = self.beside_in_words
@@ -248,6 +241,15 @@ class PlanAnswer:
             f"{of_cluster.checkpoint_every_seconds / 60:,.1f} minutes loses least: "
             f"{of_cluster.fraction:.1%} goodput, {speed:,.0f} tokens/s/GPU in the long run"
         )
+
+
+def least_memory(outcomes: Iterable[RecipeOutcome]) -> str:
+    """Return the line of a plan in which nothing fits."""
+    least = min(outcomes, key=lambda each: each.peak_bytes)
+    return (
+        f"  nothing fits     the least that was simulated needs "
+        f"{least.peak_bytes / GIB:.1f} GiB of {least.capacity_bytes / GIB:.1f}: {least.recipe}"
+    )
 
 
 def ranked_table(

@@ -41,42 +41,14 @@ polyline { fill: none; stroke-width: 1.6 } .front { stroke-opacity: .5 }
 """.strip()
 
 _FRONT = {"best": "fastest", "fits": "fits", "over": "does not fit"}
-_SPENT = ("computing", "network", "bubble", "optimizer", "waiting")
-_DONE = (
-    "forward",
-    "loss",
-    "backward",
-    "gradients of inputs",
-    "gradients of weights",
-    "forward and backward",
-    "other computation",
-    "communication",
-    "optimizer",
-)
-"""Kinds of a timeline, in the order of its key."""
-
-_HELD = (
-    "parameters and buffers",
-    "optimizer state",
-    "accumulated gradients",
-    "gradients",
-    "gathered parameters",
-    "batch",
-    "transfers",
-    "activations",
-    "temporaries",
-    "running action",
-)
-"""Kinds of memory, from the bottom to the top."""
-
-_COLOURS = {
-    **{kind: f"var(--{kind})" for kind in _FRONT},
-    "growing": "var(--fits)",
-    "fixed": "var(--best)",
+_SPENT = {
     "computing": "#3a9d5d",
     "network": "#9b5fc0",
     "bubble": "#8a8f98",
+    "optimizer": "#c0604f",
     "waiting": "#c9a227",
+}
+_DONE = {
     "forward": "#3b7dd8",
     "loss": "#c9a227",
     "backward": "#3a9d5d",
@@ -86,6 +58,10 @@ _COLOURS = {
     "other computation": "#8a8f98",
     "communication": "#9b5fc0",
     "optimizer": "#c0604f",
+}
+"""Colours of a timeline, in the order of its key."""
+
+_HELD = {
     "parameters and buffers": "#2f6fd0",
     "optimizer state": "#6f9be0",
     "accumulated gradients": "#8c6bb8",
@@ -97,6 +73,10 @@ _COLOURS = {
     "temporaries": "#e08a2b",
     "running action": "#e08a2b",
 }
+"""Colours of memory, from the bottom to the top."""
+
+_VARYING = {**{kind: f"var(--{kind})" for kind in _FRONT}, "growing": "var(--fits)"}
+_COLOURS = {**_VARYING, "fixed": "var(--best)", **_SPENT, **_DONE, **_HELD}
 
 
 def plan_page(report: PlanAnswer, *, beside: Sequence[tuple[str, str]] = ()) -> str:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from gt_trainer.device import intended_for
 from gt_trainer.dry_run.numbers_as_text import GIB
 from gt_trainer.launcher.child import RunningChild
 from gt_trainer.launcher.launch_scripts import ClusterRun, launch_scripts
@@ -32,6 +33,7 @@ from gt_trainer.planning.model_counts import ModelCounts
 from gt_trainer.planning.plan_answer import PlanAnswer
 from gt_trainer.planning.plan_page import plan_page
 from gt_trainer.planning.planner import bounded_candidates, search_plan
+from gt_trainer.planning.recipe_config import recipe_config
 from gt_trainer.planning.run_beside import (
     RunBeside,
     checked_beside,
@@ -206,16 +208,10 @@ def write_plan_page(
             script.write_text(text, encoding="utf-8")
             script.chmod(0o755)
             beside.append((f"the fastest for {_STARTED_BY[script.suffix]}", script))
-        RunningChild(
-            partial(
-                simulate_recipes,
-                config,
-                [recipe],
-                report.plan.machines[:1],
-                asked=asked,
-                trace_path=trace,
-            )
-        ).result()
+        with intended_for("cuda"):
+            configs = {recipe: recipe_config(config, recipe, asked=asked)}
+        machines = report.plan.machines[:1]
+        RunningChild(partial(simulate_recipes, configs, machines, trace_path=trace)).result()
     path.write_text(
         plan_page(report, beside=[(what, each.name) for what, each in beside]), encoding="utf-8"
     )
@@ -298,7 +294,7 @@ def _enough_gpus(request: PlanRequest, model: ModelCounts, cluster: Cluster) -> 
 
 def _fits(request: PlanRequest, model: ModelCounts, cluster: Cluster) -> bool:
     bounded = bounded_candidates(candidates(request, model), model, [cluster.hardware])
-    return any(each.could_fit for each in bounded)
+    return any(math.isfinite(each.bounds_us[0]) for each in bounded)
 
 
 def _precisions(config: GraphTrainer.Config, fixed: Mapping[str, object]) -> list[str]:

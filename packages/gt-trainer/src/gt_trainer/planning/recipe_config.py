@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
+from gt_config import ConfigError
 from gt_trainer.planning.run_recipe import RunRecipe
 from gt_trainer.preflight.preflight import check_configuration
 from gt_trainer.preflight.settled_defaults import settle_defaults
@@ -19,7 +20,7 @@ def recipe_config(
 
     Args:
         base: with the flags that every recipe has. Not changed.
-        recipe: what else is asked for.
+        recipe: sets the other flags.
         asked: the flags of ``base`` that the user gave.
 
     Raises:
@@ -31,6 +32,12 @@ def recipe_config(
     config, _ = settle_defaults(config, recipe.num_gpus, asked={*asked, *recipe.settings()})
     check_configuration(config, recipe.num_gpus, will_train=False)
     return config
+
+
+def refusal(error: ConfigError) -> str:
+    """Return the first rule that a recipe breaks, as text."""
+    first = error.violations[0]
+    return f"{first.flag} {first.value!r}: allowed is {first.allowed}"
 
 
 def _with_value(owner: Any, path: list[str], value: object) -> Any:
