@@ -13,10 +13,9 @@ from gt_trainer.planning.candidates import MEMORY_POLICIES
 from gt_trainer.planning.counted_model import counted_model
 from gt_trainer.planning.guesses import guessed_bytes
 from gt_trainer.planning.planner import PipelineLayouts
-from gt_trainer.planning.recipe_config import recipe_config
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
 from gt_trainer.planning.run_recipe import RunRecipe
-from gt_trainer.planning.simulate_recipes import simulate_recipes
+from gt_trainer.planning.simulate_recipes import recipe_config, simulate_recipes
 from gt_trainer.planning.step_bounds import step_bound
 
 _SHARDED = RunRecipe(dp_shard=4, microbatch=2, global_batch=16, memory_policy="save_all")

@@ -33,7 +33,6 @@ from gt_trainer.planning.model_counts import ModelCounts
 from gt_trainer.planning.plan_answer import PlanAnswer
 from gt_trainer.planning.plan_page import plan_page
 from gt_trainer.planning.planner import bounded_candidates, search_plan
-from gt_trainer.planning.recipe_config import recipe_config
 from gt_trainer.planning.run_beside import (
     RunBeside,
     checked_beside,
@@ -41,7 +40,7 @@ from gt_trainer.planning.run_beside import (
     start_beside,
 )
 from gt_trainer.planning.scaling_curve import ScalingPoint, scaling_curve
-from gt_trainer.planning.simulate_recipes import simulate_recipes
+from gt_trainer.planning.simulate_recipes import recipe_config, simulate_recipes
 from gt_trainer.trainer import GraphTrainer
 
 _PRECISIONS = ("none", "float8_tensorwise", "float8_rowwise")
@@ -130,18 +129,11 @@ def make_plan(
         question.cluster.with_relaxed({name: value}).hardware
         for name, value in question.what_if.items()
     ]
+    search = partial(search_plan, config, model, asked=asked, tell=tell, is_stopped=is_stopped)
     child = None if beside is None else start_beside(beside, request.num_gpus, machine)
     try:
-        plan = search_plan(
-            config,
-            model,
-            request,
-            [machine, *relaxed],
-            asked=asked,
-            seconds=60 * question.minutes,
-            enough=question.enough,
-            tell=tell,
-            is_stopped=is_stopped,
+        plan = search(
+            request, [machine, *relaxed], seconds=60 * question.minutes, enough=question.enough
         )
         if child is not None and beside is not None:
             simulated_beside = finish_beside(
@@ -153,13 +145,11 @@ def make_plan(
     scaling: tuple[ScalingPoint, ...] = ()
     if question.scaling_minutes is not None and not is_stopped():
         scaling = scaling_curve(
-            config,
-            model,
+            search,
             request,
             plan,
-            asked=asked,
+            seq_len=seq_len,
             seconds=60 * question.scaling_minutes,
-            tell=tell,
             is_stopped=is_stopped,
         )
     spec = config.model_spec

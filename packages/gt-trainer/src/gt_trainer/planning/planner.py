@@ -38,11 +38,16 @@ from gt_trainer.planning.model_counts import (
     StageParts,
     whole_model,
 )
-from gt_trainer.planning.recipe_config import recipe_config, refusal
 from gt_trainer.planning.recipe_outcome import RecipeOutcome, Unsimulated, ranked
 from gt_trainer.planning.run_recipe import RunRecipe
 from gt_trainer.planning.search import Candidate, Frontier, WrongBoundError
-from gt_trainer.planning.simulate_recipes import Outcomes, capture_key, simulate_recipes
+from gt_trainer.planning.simulate_recipes import (
+    Outcomes,
+    capture_key,
+    recipe_config,
+    refusal,
+    simulate_recipes,
+)
 from gt_trainer.planning.step_bounds import StepBound, seen_by_bounds, step_bound
 from gt_trainer.trainer import GraphTrainer
 

@@ -1,12 +1,14 @@
-"""Recipes that share a capture, simulated by the functions of a dry run."""
+"""Recipes as configurations of runs, simulated by the functions of a dry run."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from gt_config import ConfigError
 from gt_passes.simulation import Hardware, Sensitivity
 from gt_trace import flex_attention_on_cpu
 from gt_trainer.device import intended_for
@@ -20,6 +22,8 @@ from gt_trainer.dry_run.simulated_run import SimulatedRun
 from gt_trainer.dry_run.step_timeline import timeline_of_pipeline, timeline_of_run
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
 from gt_trainer.planning.run_recipe import RunRecipe
+from gt_trainer.preflight.preflight import check_configuration
+from gt_trainer.preflight.settled_defaults import settle_defaults
 from gt_trainer.quantization.quantized_model import with_quantized_model
 from gt_trainer.startup import StartupClock
 from gt_trainer.trainer import GraphTrainer
@@ -53,6 +57,39 @@ def simulate_recipes(
         is_pipelined = next(iter(configs)).pp > 1
         simulate = _simulate_pipelines if is_pipelined else _simulate_steps
         return list(simulate(ready, machines, trace_path))
+
+
+def recipe_config(
+    base: GraphTrainer.Config, recipe: RunRecipe, *, asked: Collection[str] = ()
+) -> GraphTrainer.Config:
+    """The configuration of a run by ``recipe``, with the device's defaults settled.
+
+    Args:
+        base: with the flags that every recipe has. Not changed.
+        recipe: sets the other flags.
+        asked: the flags of ``base`` that the user gave.
+
+    Raises:
+        ConfigError: a run cannot have it; lists what is wrong.
+    """
+    config = base
+    for flag, value in recipe.settings().items():
+        config = _with_value(config, flag.removeprefix("--").split("."), value)
+    config, _ = settle_defaults(config, recipe.num_gpus, asked={*asked, *recipe.settings()})
+    check_configuration(config, recipe.num_gpus, will_train=False)
+    return config
+
+
+def refusal(error: ConfigError) -> str:
+    """Return the first rule that a recipe breaks, as text."""
+    first = error.violations[0]
+    return f"{first.flag} {first.value!r}: allowed is {first.allowed}"
+
+
+def _with_value(owner: Any, path: list[str], value: object) -> Any:
+    name, *rest = path
+    inner = _with_value(getattr(owner, name), rest, value) if rest else value
+    return replace(owner, **{name: inner})
 
 
 def capture_key(recipe: RunRecipe) -> RunRecipe:
