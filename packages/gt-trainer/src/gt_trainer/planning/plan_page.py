@@ -23,7 +23,14 @@ from gt_config.pages import (
 from gt_trainer.dry_run.memory_over_step import MemoryOverStep
 from gt_trainer.dry_run.numbers_as_text import GIB
 from gt_trainer.dry_run.step_timeline import Bar, StepTimeline
-from gt_trainer.planning.plan_answer import PlanAnswer, binding, ranking_changes, why_slower
+from gt_trainer.planning.plan_answer import (
+    RANKED_HEAD,
+    PlanAnswer,
+    binding,
+    ranked_rows,
+    sensitivity,
+    why_slower,
+)
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
 from gt_trainer.planning.scaling_curve import ScalingPoint
 
@@ -124,9 +131,10 @@ def _body(report: PlanAnswer, beside: Sequence[tuple[str, str]]) -> Iterator[str
     yield "<h2>Memory of the fastest over its step</h2>"
     yield memory_chart(best.memory_over_step, capacity_bytes=best.capacity_bytes)
     yield "<h2>Recipes that fit</h2>"
-    yield _table(report)
+    rows = ranked_rows(ranked[:_MOST_ROWS], report.cluster)
+    yield table(rows, RANKED_HEAD, numbers=range(len(RANKED_HEAD) - 1))
     if len(ranked) > 1:
-        yield f"<h2>How sure the order is</h2><p>{escape(_surely(ranked))}</p>"
+        yield f"<h2>How sure the order is</h2><p>{escape('; '.join(sensitivity(ranked)))}.</p>"
     yield from _scaling(report)
     yield f"<h2>To run the fastest</h2><pre>{escape(report.command(best))}</pre>"
     if beside:
@@ -196,35 +204,6 @@ def _bars(ranked: Sequence[RecipeOutcome]) -> Iterator[str]:
         words = {kind: f"{kind} {us / each.step_us:.1%}" for kind, us in parts.items()}
         drawn = bar(parts, longest=ranked[-1].step_us, words=words)
         yield f"<div>{escape(str(each.recipe))}</div>{drawn}"
-
-
-def _table(report: PlanAnswer) -> str:
-    head = ("s a step", "tokens/s/GPU", "MFU", "GiB", "exposed", "bubble", "$M/T tokens", "recipe")
-    price = report.cluster.price_per_gpu_hour
-    rows = [
-        (
-            f"{each.step_us / 1e6:.2f}",
-            f"{each.tokens_per_second_per_gpu:,.0f}",
-            f"{each.mfu:.1%}",
-            f"{each.peak_bytes / GIB:.1f}",
-            f"{each.all_exposed_us / each.step_us:.1%}",
-            f"{each.bubble:.1%}",
-            f"{each.dollars_per_trillion_tokens(price) / 1e6:.2f}",
-            str(each.recipe),
-        )
-        for each in report.ranked[:_MOST_ROWS]
-    ]
-    return table(rows, head, numbers=range(len(head) - 1))
-
-
-def _surely(ranked: Sequence[RecipeOutcome]) -> str:
-    changes = ranking_changes(ranked)
-    if not changes:
-        return (
-            "The first stays first with compute, memory, network and latency 30 % up and down, "
-            f"among the {len(ranked)} simulated that fit."
-        )
-    return "; ".join(f"{moved}: {winner.recipe} is first" for moved, winner, _ in changes) + "."
 
 
 # The scaling curve, drawn.
