@@ -18,7 +18,7 @@ from gt_trainer.planning.model_counts import (
 )
 from gt_trainer.planning.planner import PipelineLayouts
 from gt_trainer.planning.run_recipe import RunRecipe
-from gt_trainer.planning.search import Candidate
+from gt_trainer.planning.search import BoundedCandidate
 from gt_trainer.planning.step_bounds import ProductTimes, step_bound
 
 
@@ -31,7 +31,7 @@ class SmallProblem:
     recipes: tuple[RunRecipe, ...]
     layouts: PipelineLayouts
 
-    def candidates(self) -> list[Candidate[RunRecipe]]:
+    def candidates(self) -> list[BoundedCandidate[RunRecipe]]:
         """With bounds and guesses, as the planner has them."""
         return [self._candidate(recipe) for recipe in self.recipes]
 
@@ -52,11 +52,11 @@ class SmallProblem:
         carried = sum(bound.carried_us.values()) / 2
         return max(computing, *bound.carried_us.values()) * stretch + carried + bound.optimizer_us
 
-    def _candidate(self, recipe: RunRecipe) -> Candidate[RunRecipe]:
+    def _candidate(self, recipe: RunRecipe) -> BoundedCandidate[RunRecipe]:
         layout = self.layouts.of(recipe)
         bound = step_bound(recipe, self.model, layout, self.hardware)
         fits = bound.peak_bytes <= self.hardware.hbm_capacity_bytes
-        return Candidate(
+        return BoundedCandidate(
             item=recipe,
             bounds_us=(bound.step_us if fits else math.inf,),
             guesses_us=(guessed_us(recipe, self.model, layout, bound, self.hardware),),

@@ -23,7 +23,7 @@ from gt_trainer.planning.planner import (
     search_plan,
 )
 from gt_trainer.planning.run_recipe import RunRecipe
-from gt_trainer.planning.search import Candidate, Frontier
+from gt_trainer.planning.search import BoundedCandidate, Frontier
 from gt_trainer.planning.simulate_recipes import _moved
 
 _ROOM = (74 * 2**30,)
@@ -37,7 +37,7 @@ class _Child:
 def _frontier(*outcomes, bounds=None, least_bytes=0):
     return Frontier(
         [
-            Candidate(
+            BoundedCandidate(
                 item=each.recipe,
                 bounds_us=(bound,),
                 least_bytes=least_bytes,

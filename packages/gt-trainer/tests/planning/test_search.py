@@ -8,7 +8,7 @@ import pytest
 from planning.small_problems import small_problem
 
 from gt_trainer.planning import search as search_module
-from gt_trainer.planning.search import Candidate, Frontier, WrongBoundError, search
+from gt_trainer.planning.search import BoundedCandidate, Frontier, WrongBoundError, search
 
 _NUM_PROBLEMS = 200
 _ROOM = (1000,)
@@ -46,7 +46,7 @@ def _fitting(cost):
 
 
 def _candidate(item, bound, guess=0.0, **changed):
-    return Candidate(item=item, bounds_us=(bound,), guesses_us=(guess,), **changed)
+    return BoundedCandidate(item=item, bounds_us=(bound,), guesses_us=(guess,), **changed)
 
 
 def test_the_order_is_that_of_guesses_and_only_bounds_cut():
@@ -72,9 +72,9 @@ def test_among_equals_the_first_wins_whatever_the_order():
 
 def test_what_wins_on_one_machine_alone_is_kept():
     candidates = [
-        Candidate(item="now", bounds_us=(2.0, 2.0), guesses_us=(1.0, 1.0)),
-        Candidate(item="with more memory", bounds_us=(math.inf, 1.0), guesses_us=(2.0, 2.0)),
-        Candidate(item="never", bounds_us=(math.inf, math.inf), guesses_us=(0.0, 0.0)),
+        BoundedCandidate(item="now", bounds_us=(2.0, 2.0), guesses_us=(1.0, 1.0)),
+        BoundedCandidate(item="with more memory", bounds_us=(math.inf, 1.0), guesses_us=(2.0, 2.0)),
+        BoundedCandidate(item="never", bounds_us=(math.inf, math.inf), guesses_us=(0.0, 0.0)),
     ]
     found = Frontier(candidates, (10, 20))
     costs = {"now": [(2.0, 5), (2.0, 5)], "with more memory": [(1.5, 15), (1.5, 15)]}
@@ -170,8 +170,10 @@ def test_the_mean_over_candidates_of_a_kind_corrects_time_and_memory():
 
 def test_the_best_of_several_machines_decides():
     candidates = [
-        Candidate(item="both", bounds_us=(0.0, 0.0), guesses_us=(3.0, 3.0), guess_bytes=50),
-        Candidate(item="second", bounds_us=(0.0, 0.0), guesses_us=(1.0, 2.0), guess_bytes=500),
+        BoundedCandidate(item="both", bounds_us=(0.0, 0.0), guesses_us=(3.0, 3.0), guess_bytes=50),
+        BoundedCandidate(
+            item="second", bounds_us=(0.0, 0.0), guesses_us=(1.0, 2.0), guess_bytes=500
+        ),
     ]
     assert Frontier(candidates, (100, 1000)).take()[1] == "second"
     assert Frontier(candidates, (100, 100)).take()[1] == "both"
@@ -206,7 +208,7 @@ def test_what_is_less_likely_to_fit_comes_later():
 )
 def test_what_holds_clearly_less_comes_first_until_something_fits(capacities, held, expected):
     def candidate(part, guess, **changed):
-        return Candidate(
+        return BoundedCandidate(
             item=str(part),
             bounds_us=(0.0,) * len(capacities),
             guesses_us=(guess, 1e9)[: len(capacities)],
@@ -228,7 +230,7 @@ def test_what_holds_clearly_less_comes_first_until_something_fits(capacities, he
 
 def test_what_fits_the_second_machine_alone_proves_it_there():
     candidates = [
-        Candidate(
+        BoundedCandidate(
             item=item,
             bounds_us=(0.0, 0.0),
             guesses_us=(1e9, guess),

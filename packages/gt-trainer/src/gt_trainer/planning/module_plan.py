@@ -61,7 +61,7 @@ from gt_trainer.planning.placed_module import (
 from gt_trainer.planning.plan_answer import binding, least_memory, ranked_table, why_slower
 from gt_trainer.planning.recipe_outcome import RecipeOutcome, ranked
 from gt_trainer.planning.run_recipe import RunRecipe
-from gt_trainer.planning.search import Candidate, Cost, Frontier, search
+from gt_trainer.planning.search import BoundedCandidate, Cost, Frontier, search
 from gt_trainer.planning.simulate_recipes import outcome_of_pipeline, outcome_of_step
 from gt_trainer.planning.staged_module import ModuleStages, StagedModule
 from gt_trainer.planning.step_bounds import ADAM_STATES
@@ -192,7 +192,7 @@ def plan_module(
     bounds = [0.0 if each else math.inf for each in has_room] + [0.0] * len(further)
     frontier = Frontier(
         (
-            Candidate(item=recipe, bounds_us=(bound,), guesses_us=(bound,))
+            BoundedCandidate(item=recipe, bounds_us=(bound,), guesses_us=(bound,))
             for recipe, bound in zip([*by_hand, *further], bounds, strict=True)
         ),
         [machine.hbm_capacity_bytes],

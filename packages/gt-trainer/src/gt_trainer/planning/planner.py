@@ -40,7 +40,7 @@ from gt_trainer.planning.model_counts import (
 )
 from gt_trainer.planning.recipe_outcome import RecipeOutcome, Unsimulated, ranked
 from gt_trainer.planning.run_recipe import RunRecipe
-from gt_trainer.planning.search import Candidate, Frontier, WrongBoundError
+from gt_trainer.planning.search import BoundedCandidate, Frontier, WrongBoundError
 from gt_trainer.planning.simulate_recipes import (
     Outcomes,
     capture_key,
@@ -188,7 +188,7 @@ def _finite(bound: float) -> float | None:
 
 def bounded_candidates(
     recipes: Iterable[RunRecipe], model: ModelCounts, machines: Sequence[Hardware]
-) -> Iterator[Candidate[RunRecipe]]:
+) -> Iterator[BoundedCandidate[RunRecipe]]:
     """Yield recipes whose stages exist, with their bounds and guesses on each machine."""
     layouts = PipelineLayouts(model)
     known: dict[tuple[object, ...], tuple[object, ...]] = {}  # of many recipes a few kinds
@@ -208,7 +208,7 @@ def bounded_candidates(
             for bound, machine in zip(bounds, machines, strict=True)
         )
         if min(costs) == math.inf:  # many recipes fit on no machine, and guesses are expensive
-            yield Candidate(item=recipe, bounds_us=costs, guesses_us=costs)
+            yield BoundedCandidate(item=recipe, bounds_us=costs, guesses_us=costs)
             continue
         how = (recipe.memory_policy, recipe.ep_overlap, recipe.reduces_once, recipe.linears)
         kind = (recipe.schedule, recipe.tp > 1, recipe.cp > 1, *how)
@@ -218,7 +218,7 @@ def bounded_candidates(
             recipe.schedule is None,
         )
         kinds = known.setdefault(kinds, kinds)
-        yield Candidate(
+        yield BoundedCandidate(
             item=recipe,
             bounds_us=costs,
             least_bytes=bounds[0].peak_bytes,

@@ -40,7 +40,7 @@ class WrongBoundError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate(Generic[ItemT]):
+class BoundedCandidate(Generic[ItemT]):
     """A candidate before it is simulated."""
 
     item: ItemT
@@ -71,7 +71,9 @@ class Frontier(Generic[ItemT]):
         capacities: bytes of each machine's device.
     """
 
-    def __init__(self, candidates: Iterable[Candidate[ItemT]], capacities: Sequence[float]) -> None:
+    def __init__(
+        self, candidates: Iterable[BoundedCandidate[ItemT]], capacities: Sequence[float]
+    ) -> None:
         self.candidates = list(candidates)
         self._capacities = capacities
         shape = (len(self.candidates), len(capacities))
