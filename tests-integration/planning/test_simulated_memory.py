@@ -15,7 +15,7 @@ from gt_trainer.planning.guesses import guessed_bytes
 from gt_trainer.planning.planner import PipelineLayouts
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
 from gt_trainer.planning.run_recipe import RunRecipe
-from gt_trainer.planning.simulate_recipes import simulate_recipes
+from gt_trainer.planning.simulate_recipes import recipe_config, simulate_recipes
 from gt_trainer.planning.step_bounds import step_bound
 
 _SHARDED = RunRecipe(dp_shard=4, microbatch=2, global_batch=16, memory_policy="save_all")
@@ -40,7 +40,8 @@ def test_a_step_holds_its_bound_at_least_and_over_time_its_peak_at_most(recipe: 
     with intended_for("cuda"):
         config = llama3_debugmodel()
         model = counted_model(config)
-    ((outcome,),) = simulate_recipes(config, [recipe], [machine])
+        planned = recipe_config(config, recipe)
+    ((outcome,),) = simulate_recipes({recipe: planned}, [machine])
     assert isinstance(outcome, RecipeOutcome)
     bound = step_bound(recipe, model, PipelineLayouts(model).of(recipe), machine)
     assert bound.peak_bytes <= outcome.peak_bytes
@@ -66,8 +67,9 @@ def test_layers_keep_what_is_guessed_of_their_policy(policy: str) -> None:
         layers = spec.model.layers[:4]
         config.model_spec = replace(spec, model=replace(spec.model, layers=layers))
         model = counted_model(config)
-    recipe = RunRecipe(dp_shard=64, microbatch=4, global_batch=256, memory_policy=policy)
-    ((outcome,),) = simulate_recipes(config, [recipe], [machine])
+        recipe = RunRecipe(dp_shard=64, microbatch=4, global_batch=256, memory_policy=policy)
+        planned = recipe_config(config, recipe)
+    ((outcome,),) = simulate_recipes({recipe: planned}, [machine])
     assert isinstance(outcome, RecipeOutcome)
     layout = PipelineLayouts(model).of(recipe)
     guessed = guessed_bytes(recipe, model, layout, step_bound(recipe, model, layout, machine))

@@ -13,7 +13,7 @@ from plan_doubles import DDP, FSDP, TENSOR_PARALLEL, P, plan_by_hand
 from gt_autoparallel.plan.numbers_as_text import size_text
 from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.plan.report import plan_report
-from gt_autoparallel.plan.report_page import STYLE, report_page, write_report_page
+from gt_autoparallel.plan.report_page import COLOURS, report_page, write_report_page
 from gt_autoparallel.problem.constraints import ResolvedRequest
 
 
@@ -152,6 +152,6 @@ def test_the_page_is_for_phones_and_for_the_dark_too(plan):
 
 
 def test_a_colour_means_one_thing() -> None:
-    colours = dict(re.findall(r"i\.(\w+) { background: (#\w+) }", STYLE))
+    colours = {**COLOURS}
     assert colours.pop("parameters") == colours["held"]  # what rank 0 holds
     assert len({*colours.values()}) == len(colours)

@@ -10,7 +10,7 @@ from gt_passes.simulation import Hardware, h100_sxm
 from gt_pipeline.errors import GtPipelineError
 from gt_pipeline.schedules import Action, lower, schedule_of, simulate
 from gt_trainer.planning.candidates import PlanRequest, candidates
-from gt_trainer.planning.guesses import guessed_bytes, guessed_us, order
+from gt_trainer.planning.guesses import guessed_bytes, guessed_us
 from gt_trainer.planning.model_counts import (
     LayerCounts,
     ModelCounts,
@@ -18,7 +18,7 @@ from gt_trainer.planning.model_counts import (
 )
 from gt_trainer.planning.planner import PipelineLayouts
 from gt_trainer.planning.run_recipe import RunRecipe
-from gt_trainer.planning.search import Bounded
+from gt_trainer.planning.search import BoundedCandidate
 from gt_trainer.planning.step_bounds import ProductTimes, step_bound
 
 
@@ -31,9 +31,9 @@ class SmallProblem:
     recipes: tuple[RunRecipe, ...]
     layouts: PipelineLayouts
 
-    def candidates(self) -> list[Bounded[RunRecipe]]:
+    def candidates(self) -> list[BoundedCandidate[RunRecipe]]:
         """With bounds and guesses, as the planner has them."""
-        return [self._bounded(recipe) for recipe in self.recipes]
+        return [self._candidate(recipe) for recipe in self.recipes]
 
     def cost(self, recipe: RunRecipe) -> float:
         """By a schedule that is run: its actions take the least that they can, or more."""
@@ -52,16 +52,15 @@ class SmallProblem:
         carried = sum(bound.carried_us.values()) / 2
         return max(computing, *bound.carried_us.values()) * stretch + carried + bound.optimizer_us
 
-    def _bounded(self, recipe: RunRecipe) -> Bounded[RunRecipe]:
+    def _candidate(self, recipe: RunRecipe) -> BoundedCandidate[RunRecipe]:
         layout = self.layouts.of(recipe)
         bound = step_bound(recipe, self.model, layout, self.hardware)
-        held = guessed_bytes(recipe, self.model, layout, bound)
-        guess = guessed_us(recipe, self.model, layout, bound, self.hardware)
         fits = bound.peak_bytes <= self.hardware.hbm_capacity_bytes
-        return Bounded(
+        return BoundedCandidate(
             item=recipe,
-            bounds=(bound.step_us if fits else math.inf,),
-            guess=order(guess, held, self.hardware),
+            bounds_us=(bound.step_us if fits else math.inf,),
+            guesses_us=(guessed_us(recipe, self.model, layout, bound, self.hardware),),
+            guess_bytes=guessed_bytes(recipe, self.model, layout, bound),
         )
 
 
@@ -105,7 +104,6 @@ def small_model(draw: random.Random) -> ModelCounts:
         attention_width=dim,
         query_width=dim,
         keys_values_width=2 * dim,
-        inputs_width=dim * 7,
         outputs_width=dim * 12,
         sent_copies=0 if experts is None else 2,
         expert_layers=0 if experts is None else 1,

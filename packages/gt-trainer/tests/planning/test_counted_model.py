@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from gt_config.compile_config import CompileConfig, InductorCompilation
 from gt_trainer.device import intended_for
 from gt_trainer.models.deepseek_v3 import deepseek_v3_debugmodel
 from gt_trainer.models.llama3 import llama3_debugmodel
 from gt_trainer.planning.candidates import NoRecipeError
-from gt_trainer.planning.counted_model import _is_fused, _layer, _widths, counted_model
+from gt_trainer.planning.counted_model import _layer, _widths, counted_model
 
 
 def test_every_parameter_is_counted_once():
@@ -38,27 +37,6 @@ def test_layers_have_what_their_configuration_says():
     assert (of_experts.query_width, of_experts.keys_values_width) == (3072, 3072 + 2048)
     assert (dense.layers[0].query_width, dense.layers[0].keys_values_width) == (256, 512)
     assert of_experts.expert_products == of_experts.expert_parameters * 3 / 8
-
-
-@pytest.mark.parametrize(
-    ("compiled", "modules", "is_fused"),
-    [
-        ("none", (), False),
-        ("full", (), True),
-        ("regional", (), True),
-        ("regional", ("layers.*.feed_forward",), False),
-    ],
-)
-def test_casts_are_fused_where_inductor_gets_them(
-    compiled: InductorCompilation, modules: tuple[str, ...], is_fused: bool
-):
-    options = CompileConfig(inductor_compilation=compiled, regional_modules=modules)
-    assert _is_fused(options) == is_fused
-
-
-def test_what_runs_on_gpus_by_default_is_fused():
-    with intended_for("cuda"):
-        assert counted_model(llama3_debugmodel()).is_fused
 
 
 def test_degrees_that_a_model_cannot_have_do_not_matter():

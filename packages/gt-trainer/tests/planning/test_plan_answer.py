@@ -125,7 +125,7 @@ def test_a_plan_without_one_says_why_in_a_sentence():
         "nothing was simulated in 12 s, and 9 are left: give more --minutes"
     )
     failed = report()
-    failure = Unsimulated(recipe=outcome(8).recipe, reason="no such operator", is_refused=False)
+    failure = Unsimulated(recipe=outcome(8).recipe, reason="no such operator")
     plan = dataclasses.replace(failed.plan, failures=(failure,))
     assert dataclasses.replace(failed, plan=plan).without_answer == (
         "nothing was simulated in 12 s: no such operator"
@@ -176,7 +176,7 @@ def test_a_run_beside_is_compared_with_the_first():
         assert told(large, *found) == (
             f"{large.recipe} does not fit: 1,000.0 ms and 90.0 GiB of 74.0"
         )
-    failed = Unsimulated(recipe=first.recipe, reason="it broke", is_refused=False)
+    failed = Unsimulated(recipe=first.recipe, reason="it broke")
     assert told(failed, (first,)) == f"{first.recipe} was not simulated: it broke"
     assert "  beside  " not in str(report((first,)))
 
@@ -190,7 +190,7 @@ def test_a_run_beside_is_in_the_data_and_not_among_recipes():
     assert (beside["fits"], beside["step_us"], beside["peak_bytes"]) == (False, 1e6, 90 * 2**30)
     command = "gt-train --module llama3 --config llama3_8b --batch 'a b'"
     assert beside["command"] == command
-    failed = Unsimulated(recipe=first.recipe, reason="it broke", is_refused=False)
+    failed = Unsimulated(recipe=first.recipe, reason="it broke")
     assert _beside(failed, (first,)).as_data()["beside"] == {
         "command": command,
         "unsimulated": "it broke",

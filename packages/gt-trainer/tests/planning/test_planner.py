@@ -6,23 +6,27 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import pytest
 from planning.outcomes import outcome
 from planning.small_problems import small_model
 
+from gt_config import ConfigError, Violation
 from gt_passes.simulation import h100_sxm
 from gt_trainer.launcher.child import ChildFailedError
+from gt_trainer.planning import planner
 from gt_trainer.planning.candidates import PlanRequest
-from gt_trainer.planning.learned_order import Guess, LearnedOrder
 from gt_trainer.planning.planner import (
     _batches,
     _Found,
-    _sharing_capture,
+    _shares_capture,
     _take_results,
     search_plan,
 )
 from gt_trainer.planning.run_recipe import RunRecipe
-from gt_trainer.planning.search import Bounded, Frontier
+from gt_trainer.planning.search import BoundedCandidate, Frontier
 from gt_trainer.planning.simulate_recipes import _moved
+
+_ROOM = (74 * 2**30,)
 
 
 class _Child:
@@ -30,29 +34,32 @@ class _Child:
         self.result = lambda: results
 
 
-def _found(*outcomes, least_bytes=0):
-    guesses = [
-        Guess(recipe=each.recipe, step_us=(each.step_us,), held_bytes=each.peak_bytes)
-        for each in outcomes
-    ]
-    order = LearnedOrder(guesses, [h100_sxm()])
-    return _Found(least_bytes=[least_bytes] * len(outcomes), order=order)
+def _frontier(*outcomes, bounds=None, least_bytes=0):
+    return Frontier(
+        [
+            BoundedCandidate(
+                item=each.recipe,
+                bounds_us=(bound,),
+                least_bytes=least_bytes,
+                guesses_us=(bound,),
+                guess_bytes=each.peak_bytes,
+            )
+            for each, bound in zip(outcomes, bounds or [1.0] * len(outcomes), strict=True)
+        ],
+        _ROOM,
+    )
 
 
-def _frontier(*outcomes):
-    return Frontier([Bounded(item=each.recipe, bounds=(1.0,), guess=0.0) for each in outcomes])
+def _batch(frontier, number):
+    taken = [frontier.take() for _ in range(number)]
+    return {index: (recipe, None) for index, recipe in taken}
 
 
 def test_a_result_below_its_bound_is_a_failure_and_the_search_goes_on():
     wrong, right = outcome(8, ms=1000.0), outcome(4, ms=1250.0)
-    frontier = Frontier(
-        [
-            Bounded(item=wrong.recipe, bounds=(2e6,), guess=0.0),
-            Bounded(item=right.recipe, bounds=(1e6,), guess=1.0),
-        ]
-    )
-    batch, found = [frontier.take(), frontier.take()], _found(wrong, right)
-    _take_results(_Child([(wrong,), (right,)]), batch, frontier, found, lambda line: None)
+    frontier, found = _frontier(right, wrong, bounds=(1e6, 2e6)), _Found()
+    batch = _batch(frontier, 2)
+    _take_results(_Child([(right,), (wrong,)]), batch, frontier, found, lambda line: None)
     assert found.outcomes == [(right,)]
     (failure,) = found.failures
     assert failure.reason == (
@@ -63,9 +70,8 @@ def test_a_result_below_its_bound_is_a_failure_and_the_search_goes_on():
 
 def test_a_result_that_holds_less_than_its_bound_is_a_failure():
     small = outcome(8, gib=40)
-    frontier = Frontier([Bounded(item=small.recipe, bounds=(1.0,), guess=0.0)])
-    found = _found(small, least_bytes=50 * 2**30)
-    _take_results(_Child([(small,)]), [frontier.take()], frontier, found, lambda line: None)
+    frontier, found = _frontier(small, least_bytes=50 * 2**30), _Found()
+    _take_results(_Child([(small,)]), _batch(frontier, 1), frontier, found, lambda line: None)
     assert found.outcomes == []
     (failure,) = found.failures
     assert failure.reason == (
@@ -80,8 +86,8 @@ def test_a_child_that_failed_is_a_failure_of_all_that_it_was_to_simulate():
 
     child, wrong, other = _Child(None), outcome(8), outcome(4)
     child.result = fail
-    frontier, found, told = _frontier(wrong, other), _found(wrong, other), []
-    batch = [frontier.take(), frontier.take()]
+    frontier, found, told = _frontier(wrong, other), _Found(), []
+    batch = _batch(frontier, 2)
     _take_results(child, batch, frontier, found, told.append)
     assert [(each.recipe, each.reason) for each in found.failures] == [
         (wrong.recipe, "ValueError: wrong"),
@@ -93,7 +99,7 @@ def test_a_child_that_failed_is_a_failure_of_all_that_it_was_to_simulate():
 def test_nothing_more_is_begun_when_enough_was_found_or_time_is_over():
     first, second = outcome(8), outcome(4)
     frontier = _frontier(first, second)
-    found = _found(first, second)
+    found = _Found()
     found.outcomes += [(outcome(8, gib=90),), (outcome(4),)]
     assert found.num_fitting == 1
     assert list(_batches(frontier, None, (), found, lambda: False, 1)) == []
@@ -117,27 +123,36 @@ def test_a_search_that_is_stopped_before_it_knows_all_candidates_bounds_nothing(
     assert whole.least_us > 0
 
 
-def test_beside_a_recipe_its_capture_serves_what_is_thought_to_come_soon():
-    soon, fuller, fits_nowhere, other = (
+def test_a_capture_serves_other_schedules_of_its_stages():
+    recipe = RunRecipe(
+        pp=2, schedule="Interleaved1F1B", microbatch=1, global_batch=8, memory_policy="selective"
+    )
+    shares = _shares_capture(recipe)
+    assert shares(replace(recipe, schedule="ZBVZeroBubble"))
+    assert not shares(replace(recipe, schedule="1F1B"))
+    assert not shares(replace(recipe, microbatch=2, schedule="ZBVZeroBubble"))
+    assert not _shares_capture(replace(recipe, pp=1, schedule=None))(recipe)
+
+
+@pytest.mark.parametrize("refused", [(), (0,), (1,), (0, 1)], ids=str)
+def test_what_a_run_cannot_have_is_counted_and_not_simulated(monkeypatch, refused):
+    recipes = [
         RunRecipe(pp=2, schedule=schedule, microbatch=1, global_batch=8, memory_policy="selective")
-        for schedule in ("ZBVZeroBubble", "DualPipeV", "InterleavedZeroBubble", "1F1B")
-    )
-    recipes = [replace(soon, schedule="Interleaved1F1B"), soon, fuller, fits_nowhere, other]
-    guesses = [
-        None
-        if each is fits_nowhere
-        else Guess(recipe=each, step_us=(1e6,), held_bytes=2e11 if each is fuller else 1e9)
-        for each in recipes
+        for schedule in ("Interleaved1F1B", "ZBVZeroBubble")
     ]
-    frontier = Frontier(
-        [
-            Bounded(item=each, bounds=(math.inf if guess is None else 1.0,), guess=0.0)
-            for each, guess in zip(recipes, guesses, strict=True)
-        ]
-    )
-    number, recipe = frontier.take()
-    order = LearnedOrder(guesses, [h100_sxm()])
-    assert _sharing_capture(number, recipe, frontier, order) == [(1, soon)]
+
+    def config_of(base, recipe, *, asked):
+        if recipes.index(recipe) in refused:
+            raise ConfigError([Violation(flag="--x", value=1, allowed="2", fix="")])
+        return f"configuration of {recipe}"
+
+    monkeypatch.setattr(planner, "recipe_config", config_of)
+    frontier, found = _frontier(*(replace(outcome(), recipe=each) for each in recipes)), _Found()
+    batches = list(_batches(frontier, None, (), found, lambda: False, math.inf))
+    simulated = [recipe for batch in batches for recipe, _ in batch.values()]
+    assert simulated == [each for place, each in enumerate(recipes) if place not in refused]
+    assert len(batches) == (len(refused) < 2)
+    assert found.refusals == ({"--x 1: allowed is 2": len(refused)} if refused else {})
 
 
 def test_moved_constants_are_told_as_faster_and_slower():

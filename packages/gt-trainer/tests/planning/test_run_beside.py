@@ -77,7 +77,6 @@ def test_a_run_that_cannot_be_captured_is_told_with_the_reason():
     assert found.result == Unsimulated(
         recipe=recipe_of(run.config, GPUS),
         reason="ValueError: no such operator",
-        is_refused=False,
     )
 
 

@@ -8,8 +8,8 @@ from gt_config import ConfigError
 from gt_trainer.command_line.overrides import apply_overrides
 from gt_trainer.device import intended_for
 from gt_trainer.models.llama3 import llama3_debugmodel
-from gt_trainer.planning.recipe_config import recipe_config
 from gt_trainer.planning.run_recipe import RunRecipe
+from gt_trainer.planning.simulate_recipes import recipe_config
 from gt_trainer.preflight.settled_defaults import settle_defaults
 
 _PIPELINE = RunRecipe(

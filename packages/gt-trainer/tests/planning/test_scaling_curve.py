@@ -12,27 +12,22 @@ from gt_trainer.planning.candidates import PlanRequest
 _REQUEST = PlanRequest(num_gpus=64, global_batch=128, gpus_per_node=8, fixed={})
 
 
-class _Model:
-    seq_len = 8192
-
-
-def _curve(monkeypatch, *, seconds=100.0, sizes=(64, 256)):
+def _curve(*, seconds=100.0, sizes=(64, 256)):
     """Points, and what was searched with how much time."""
     searched = []
     plan = report((outcome(8),)).plan
 
-    def search_plan(config, model, request, machines, *, seconds, enough, **options):
+    def search(request, machines, *, seconds, enough):
         searched.append((request.num_gpus, request.global_batch, len(machines), enough))
         assert 0 < seconds <= 100
         return replace(plan, outcomes=((outcome(4, ms=500.0),),), least_us=2e5)
 
-    monkeypatch.setattr(curve, "search_plan", search_plan)
-    points = curve.scaling_curve(None, _Model, _REQUEST, plan, seconds=seconds, sizes=sizes)
+    points = curve.scaling_curve(search, _REQUEST, plan, seq_len=8192, seconds=seconds, sizes=sizes)
     return points, searched
 
 
-def test_the_batch_grows_with_the_gpus_or_stays_and_the_plan_is_its_own_point(monkeypatch):
-    points, searched = _curve(monkeypatch)
+def test_the_batch_grows_with_the_gpus_or_stays_and_the_plan_is_its_own_point():
+    points, searched = _curve()
     assert [(each.num_gpus, each.global_batch_tokens, each.grows) for each in points] == [
         (64, 128 * 8192, True),
         (256, 512 * 8192, True),
@@ -55,18 +50,17 @@ def _searched_in_turns(monkeypatch, *, needs):
     turns = []
     nothing = replace(report((outcome(8),)).plan, outcomes=(), num_left=1)
 
-    def search_plan(config, model, request, machines, *, seconds, **options):
+    def search(request, machines, *, seconds, enough):
         point = request.num_gpus, request.global_batch
         turns.append((*point, round(seconds, 1)))
         now[0] += min(seconds, needs[point])
         found = ((outcome(4),),) if needs[point] <= seconds else ()
         return replace(nothing, outcomes=found)
 
-    monkeypatch.setattr(curve, "search_plan", search_plan)
     monkeypatch.setattr(curve.time, "monotonic", lambda: now[0])
     plan = report((outcome(8),)).plan
     sizes = (64, 256, 1024)
-    points = curve.scaling_curve(None, _Model, _REQUEST, plan, seconds=100, sizes=sizes)
+    points = curve.scaling_curve(search, _REQUEST, plan, seq_len=8192, seconds=100, sizes=sizes)
     return turns, {
         (each.num_gpus, each.global_batch_tokens // 8192): each.simulated is not None
         for each in points
@@ -114,8 +108,8 @@ def test_a_batch_that_was_given_as_a_flag_grows_too():
     assert [each["--training.global_batch_size"] for each in asked] == [128, 512, 128, 128]
 
 
-def test_the_size_of_the_plan_is_on_the_curve(monkeypatch):
-    points, _ = _curve(monkeypatch, sizes=(256,))
+def test_the_size_of_the_plan_is_on_the_curve():
+    points, _ = _curve(sizes=(256,))
     assert [(each.num_gpus, each.grows) for each in points][::2] == [(64, True), (64, False)]
     assert points[0].simulated == outcome(8)
 

@@ -18,7 +18,6 @@ _LAYER = LayerCounts(
     attention_width=1000,
     query_width=1500,
     keys_values_width=2500,
-    inputs_width=7_000,
     outputs_width=12_000,
 )
 _MODEL = ModelCounts(

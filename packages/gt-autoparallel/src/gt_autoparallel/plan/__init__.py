@@ -11,8 +11,8 @@
     prediction          which collectives will run
     report, comparison, layer_ranges, numbers_as_text
                         plans for people; rows of repeated layers as one
-    plan_picture, tensor_drawing, memory_over_step, page_style, report_page
-                        a plan drawn: what is shown, a tensor, memory by kind, colours, the page
+    plan_picture, report_page
+                        a plan drawn: what is shown, and the page
 """
 
 from gt_autoparallel.plan.comparison import compare

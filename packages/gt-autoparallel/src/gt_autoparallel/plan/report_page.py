@@ -6,7 +6,7 @@ Layers that are alike are drawn once. Whatever is hidden opens on click, by ``de
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import prod
@@ -31,15 +31,31 @@ from gt_autoparallel.plan.plan_picture import (
 )
 from gt_autoparallel.plan.report import PlanReport, ReportTable, plan_report
 from gt_autoparallel.prices.layer_memory import layer_memory
+from gt_config.pages import bar, bar_parts, html_page, key, table
 
-_KEY = (
-    ("held", "what rank 0 holds"),
-    ("sum", "a sum that ranks hold parts of"),
-    ("compute", "compute"),
-    ("hidden", "communication"),
-    ("exposed", "communication that nothing hides"),
-)
-_ARROW = {"hidden": "#9b5fc0", "exposed": "#d0453e"}
+_KEY = {
+    "held": "what rank 0 holds",
+    "sum": "a sum that ranks hold parts of",
+    "compute": "compute",
+    "hidden": "communication",
+    "exposed": "communication that nothing hides",
+}
+COLOURS = {
+    "held": "#3b7dd8",
+    "sum": "#e08a2b",
+    "compute": "#3a9d5d",
+    "hidden": "#9b5fc0",
+    "exposed": "#d0453e",
+    "parameters": "#3b7dd8",
+    "gradients": "#b8437f",
+    "optimizer state": "#2aa3a3",
+    "saved activations": "#d9b93b",
+    "recomputed": "#6b5bd2",
+    "loss": "#e59aa5",
+    "gathered ahead": "#7a8794",
+    "in flight": "#a6553a",
+}
+"""Colours by kind. Those that timelines of pipelines have too are the same there."""
 
 
 def report_page(plan: PlacementPlan, *, reasons: Mapping[str, object] | None = None) -> str:
@@ -52,27 +68,18 @@ def report_page(plan: PlacementPlan, *, reasons: Mapping[str, object] | None = N
             parameter shows. None shows none.
     """
     report = plan_report(plan)
-    body = "\n".join(
-        [
-            _head(report),
-            _key(),
-            _section("Time of a step", _time(plan)),
-            _section("Memory of each rank", _memory(plan)),
-            _section(
-                "Layers",
-                "\n".join(_layer(each, plan.mesh, reasons or {}) for each in drawn_layers(plan)),
-            ),
-            "<details>\n<summary>All numbers</summary>",
-            *(_table(table) for table in report.tables),
-            "</details>",
-        ]
-    )
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
-        f"<title>{escape(report.title)}</title>\n<style>\n{STYLE}\n</style>\n</head>\n"
-        f"<body>\n{body}\n</body>\n</html>\n"
-    )
+    layers = (_layer(each, plan.mesh, reasons or {}) for each in drawn_layers(plan))
+    body = [
+        _head(report),
+        key(_KEY),
+        _section("Time of a step", _time(plan)),
+        _section("Memory of each rank", _memory(plan)),
+        _section("Layers", "\n".join(layers)),
+        "<details>\n<summary>All numbers</summary>",
+        *(_table(each) for each in report.tables),
+        "</details>",
+    ]
+    return html_page(report.title, body, style=_STYLE, colours=COLOURS)
 
 
 def write_report_page(
@@ -102,11 +109,6 @@ def _head(report: PlanReport) -> str:
     return f"<h1>{escape(report.title)}</h1>\n<dl>\n{items}\n</dl>"
 
 
-def _key() -> str:
-    items = "".join(f'<span><i class="{kind}"></i>{words}</span>' for kind, words in _KEY)
-    return f'<p class="key">{items}</p>'
-
-
 def _section(title: str, content: str) -> str:
     return f"<section>\n<h2>{title}</h2>\n{content}\n</section>"
 
@@ -119,14 +121,14 @@ def _time(plan: PlacementPlan) -> str:
     rows = []
     for name, count, compute_us, communication_us in windows:
         hidden_us = min(compute_us, communication_us)
-        bars = [
-            [("compute", compute_us)],
-            [("hidden", hidden_us), ("exposed", communication_us - hidden_us)],
+        bars: list[Mapping[str, float]] = [
+            {"compute": compute_us},
+            {"hidden": hidden_us, "exposed": communication_us - hidden_us},
         ]
         words = f"computes {us_text(compute_us)}, moves {us_text(communication_us)}"
         rows.append(_bars(name, count, words, bars, longest))
     rows += [
-        _bars(name, 1, f"move {us_text(time_us)}", [[("exposed", time_us)]], longest)
+        _bars(name, 1, f"move {us_text(time_us)}", [{"exposed": time_us}], longest)
         for name, time_us in in_full.items()
     ]
     return '<div class="bars">\n' + "\n".join(rows) + "\n</div>"
@@ -136,19 +138,10 @@ def _bars(
     name: str,
     count: int,
     words: str,
-    bars: Sequence[Sequence[tuple[str, float]]],
+    bars: Sequence[Mapping[str, float]],
     longest: float,
 ) -> str:
-    drawn = "".join(
-        '<div class="bar">'
-        + "".join(
-            f'<i class="{kind}" style="width:{100 * value / longest:.2f}%"></i>'
-            for kind, value in bar
-            if value > 0
-        )
-        + "</div>"
-        for bar in bars
-    )
+    drawn = "".join(bar(each, longest=longest) for each in bars)
     return (
         f'<div class="row"><div>{escape(name)}{_times(count)}</div>'
         f'<div title="{escape(words)}">{drawn}</div><div class="words">{escape(words)}</div></div>'
@@ -159,21 +152,13 @@ def _memory(plan: PlacementPlan) -> str:
     """One bar of all kinds, as long as the budget if there is one."""
     budget = plan.request.memory_budget_bytes
     longest = max(plan.memory.total, budget or 0, 1)
-    kinds = [(kind.replace(" ", "_"), kind, size) for kind, size in plan.memory.parts.items()]
-    bar = "".join(
-        f'<i class="{style}" style="width:{100 * size / longest:.2f}%" '
-        f'title="{kind}: {size_text(size)}"></i>'
-        for style, kind, size in kinds
-        if size
-    )
-    words = "".join(
-        f'<span><i class="{style}"></i>{kind} {size_text(size)}</span>'
-        for style, kind, size in kinds
-    )
-    left = "" if budget is None else f"<span>the bar is the budget, {size_text(budget)}</span>"
+    parts = plan.memory.parts
+    words = {kind: f"{kind}: {size_text(size)}" for kind, size in parts.items()}
+    names = {kind: f"{kind} {size_text(size)}" for kind, size in parts.items()}
+    left = () if budget is None else (f"the bar is the budget, {size_text(budget)}",)
     return (
-        f'<div class="bar memory">{bar}</div>\n<p class="key">{words}{left}</p>\n'
-        f"{_memory_over_step(plan)}"
+        f'<div class="memory">{bar(parts, longest=longest, words=words)}</div>\n'
+        f"{key(names, *left)}\n{_memory_over_step(plan)}"
     )
 
 
@@ -193,11 +178,7 @@ def _memory_over_step(plan: PlacementPlan) -> str:
 
 def _column(moment: MemoryAt, highest: int) -> str:
     words = ", ".join(f"{kind} {size_text(size)}" for kind, size in moment.parts.items() if size)
-    parts = "".join(
-        f'<i class="{kind.replace(" ", "_")}" style="height:{100 * size / highest:.2f}%"></i>'
-        for kind, size in moment.parts.items()
-        if size
-    )
+    parts = bar_parts(moment.parts, longest=highest, words={}, side="height")
     return f'<div title="{escape(f"{moment.window}: {words}")}">{parts}</div>'
 
 
@@ -253,7 +234,7 @@ def _way(move: DrawnMove, mesh: MeshShape) -> str:
         f'<div class="way {kind}"><span>{escape(words)}<br/>{us_text(move.time_us)}'
         f"{' behind compute' if move.may_hide else ''}</span>{source}"
         '<svg class="arrow" viewBox="0 0 60 10" width="60" height="10" aria-hidden="true">'
-        f'<path fill="none" stroke="{_ARROW[kind]}" stroke-width="2" d="M0 5h52M47 1l7 4l-7 4"/>'
+        f'<path fill="none" stroke="{COLOURS[kind]}" stroke-width="2" d="M0 5h52M47 1l7 4l-7 4"/>'
         "</svg>"
         f"{tensor_drawing(move.target, mesh)}</div>"
     )
@@ -271,74 +252,44 @@ def _times(count: int) -> str:
     return f' <span class="times">x {count}</span>' if count > 1 else ""
 
 
-def _table(table: ReportTable) -> str:
-    parts = [f"<h2>{escape(table.title)}</h2>"]
-    if table.rows:
-        parts.append('<div class="wide"><table>\n' + "\n".join(_rows(table)) + "\n</table></div>")
-    if table.note:
-        parts.append(f'<p class="note">{escape(table.note)}</p>')
+def _table(shown: ReportTable) -> str:
+    parts = [f"<h2>{escape(shown.title)}</h2>"]
+    if shown.rows:
+        numbers = range(shown.num_text_columns, len(shown.header))
+        parts.append(table(shown.rows, shown.header, numbers=numbers, style_of=_tint))
+    if shown.note:
+        parts.append(f'<p class="note">{escape(shown.note)}</p>')
     return "\n".join(parts)
 
 
-def _rows(table: ReportTable) -> Iterator[str]:
-    for tag, cells in (("th", table.header), *(("td", row) for row in table.rows)):
-        yield (
-            "<tr>"
-            + "".join(
-                f"<{tag}{_class(cell, column >= table.num_text_columns)}>{escape(cell)}</{tag}>"
-                for column, cell in enumerate(cells)
-            )
-            + "</tr>"
-        )
-
-
-def _class(cell: str, is_number: bool) -> str:
-    if is_number:
-        return ' class="number"'
+def _tint(cell: str) -> str:
     if cell.startswith("S("):
-        return ' class="shard"'
-    return ' class="partial"' if cell.startswith("P(") else ""
+        return "shard"
+    return "partial" if cell.startswith("P(") else ""
 
 
-# How the page of a plan looks; colours are those of the timelines of pipelines.
-STYLE = """
-:root { color-scheme: light dark; --line: #8886 }
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px;
-  padding: 0 1rem }
-h1 { font-size: 1.4rem } h2 { margin: 2rem 0 .4rem; font-size: 1.1rem }
-h3 { margin: 0 0 .6rem; font-size: 1rem }
+_STYLE = """
+body { font-size: 14px; max-width: 1100px } h3 { margin: 0 0 .6rem; font-size: 1rem }
 dl { display: flex; flex-wrap: wrap; gap: .6rem } dd { margin: 0; font-weight: 600 }
-dl div { border: 1px solid var(--line); border-radius: 6px; padding: .4rem .8rem }
+dl div { border: 1px solid var(--faint); border-radius: 6px; padding: .4rem .8rem }
 dt, .words, .times, p.note { opacity: .75 }
-.key { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem } .key i { display: inline-block;
-  width: 1em; height: 1em; margin-right: .4em; vertical-align: -.1em }
 .row { display: grid; grid-template-columns: 15rem 1fr 20rem; gap: .2rem 1rem; align-items: center;
-  padding: .25rem 0; border-bottom: 1px solid #8883; overflow-wrap: anywhere }
-.bar { display: flex; height: .8rem; margin: 1px 0 } .bar i { display: block }
-.bar.memory { height: 1.6rem; border: 1px solid var(--line) }
-i.held { background: #3b7dd8 } i.sum { background: #e08a2b } i.compute { background: #3a9d5d }
-i.hidden { background: #9b5fc0 } i.exposed { background: #d0453e }
-i.parameters { background: #3b7dd8 } i.gradients { background: #b8437f }
-i.optimizer_state { background: #2aa3a3 } i.saved_activations { background: #d9b93b }
-i.recomputed { background: #6b5bd2 } i.loss { background: #e59aa5 }
-i.gathered_ahead { background: #7a8794 } i.in_flight { background: #a6553a }
-.step { display: flex; align-items: flex-end; height: 9rem; border-bottom: 1px solid var(--line) }
+  padding: .25rem 0; border-bottom: 1px solid var(--faint); overflow-wrap: anywhere }
+.row .bar { height: .8rem; margin: 1px 0 }
+.memory .bar { height: 1.6rem; border: 1px solid var(--faint) }
+.step { display: flex; align-items: flex-end; height: 9rem; border-bottom: 1px solid var(--faint) }
 .step div { flex: 1; height: 100%; display: flex; flex-direction: column-reverse }
 .step i { display: block }
-article { border: 1px solid var(--line); border-radius: 6px; padding: .8rem; margin: .8rem 0 }
+article { border: 1px solid var(--faint); border-radius: 6px; padding: .8rem; margin: .8rem 0 }
 .tensor-row { display: flex; flex-wrap: wrap; gap: .4rem 1rem; align-items: center;
-  padding: .4rem 0; border-top: 1px solid #8883 }
+  padding: .4rem 0; border-top: 1px solid var(--faint) }
 .tensor-row .name { flex: 1 1 16rem; overflow-wrap: anywhere } .ways { flex: 2 1 20rem }
 .tensor-row .why[open] { flex-basis: 100%; order: 1 }
 .way { display: flex; gap: .8rem; align-items: center; margin: .2rem 0 }
 .way span { flex: 1; text-align: right; font-size: .9em; overflow-wrap: anywhere }
-.shards, .arrow { flex: none }
-summary { cursor: pointer; padding: .2rem 0 } pre { overflow-x: auto; margin: .3rem 0 }
-.wide { overflow-x: auto } table { border-collapse: collapse }
-td, th { padding: .2rem .8rem; text-align: left; border-bottom: 1px solid #8883 }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
+.shards, .arrow { flex: none } summary { cursor: pointer; padding: .2rem 0 }
 td.shard { background: #3b7dd833 } td.partial { background: #e08a2b33 }
-@media (max-width: 700px) { .row { grid-template-columns: 1fr } body { margin: 1rem auto } }
+@media (max-width: 700px) { .row { grid-template-columns: 1fr } }
 """.strip()
 
 
@@ -360,7 +311,7 @@ class MemoryAt:
     """``"layers.3 forward"``: as ``PlannedWindow.name``; or ``"loss"``."""
 
     parts: Mapping[str, int]
-    """By kind, as ``MemoryBreakdown.parts``."""
+    """Bytes by kind, as ``MemoryBreakdown.parts``."""
 
     @property
     def total(self) -> int:
@@ -424,7 +375,7 @@ def _at(
     recomputed: int = 0,
     ahead: int = 0,
 ) -> MemoryAt:
-    """What there is all the time, as at a ``moment`` of the plan, with what comes and goes."""
+    """Return the bytes that a ``moment`` of the plan always holds, with those of this window."""
     passing = {"loss": loss, "recomputed": recomputed, "gathered ahead": ahead}
     parts = {**moment, "saved activations": saved, **passing}
     always = ("parameters", "optimizer state", "saved activations")

@@ -13,7 +13,6 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools import utils as titan_utils
 
-from gt_config.compile_config import CompileConfig
 from gt_trainer.decoder.chunked_loss import GraphChunkedLoss
 from gt_trainer.decoder.expert_layers import expert_layers
 from gt_trainer.planning.candidates import NoRecipeError
@@ -72,14 +71,7 @@ def counted_model(config: GraphTrainer.Config) -> ModelCounts:
         flops_per_token=flops_per_token,
         max_tp=math.gcd(*numbers.heads.values()),
         num_experts=numbers.num_experts,
-        is_fused=_is_fused(config.compile),
     )
-
-
-def _is_fused(options: CompileConfig) -> bool:
-    """Whether Inductor gets casts and what is done to logits; regional modules are all it gets."""
-    compiled = options.inductor_compilation
-    return compiled == "full" or (compiled == "regional" and not options.regional_modules)
 
 
 def _layer(layer: nn.Module, num_experts: int | None, top_k: int) -> LayerCounts:
@@ -107,7 +99,6 @@ def _layer(layer: nn.Module, num_experts: int | None, top_k: int) -> LayerCounts
         attention_width=width,
         query_width=query_width,
         keys_values_width=keys_values_width,
-        inputs_width=sum(shape[1] for _, shape in dense),
         outputs_width=sum(shape[0] for _, shape in dense) + expert_outputs,
         expert_outputs_width=expert_outputs,
         sent_copies=float(top_k) if experts else 0.0,

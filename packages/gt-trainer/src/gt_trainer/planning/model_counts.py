@@ -32,9 +32,6 @@ class LayerCounts:
     keys_values_width: int
     """Of keys and values together, which context parallelism gathers."""
 
-    inputs_width: int
-    """Sum of the widths of what dense products multiply, for one token."""
-
     outputs_width: float
     """Sum of the widths of all products' results, for one token."""
 
@@ -78,9 +75,6 @@ class ModelCounts:
     """Heads that tensor parallelism can divide: their greatest common divisor."""
 
     num_experts: int | None
-
-    is_fused: bool = False
-    """Whether Inductor makes a step's element-wise operators few."""
 
     @property
     def num_parameters(self) -> int:

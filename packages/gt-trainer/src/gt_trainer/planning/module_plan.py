@@ -6,23 +6,22 @@
     print(plan)
     best = plan.ranked[0].recipe
 
-Every recipe is captured on ranks that do not exist, and simulated, by the functions of a dry run:
-replicas (DDP), shards over all ranks (FSDP), and shards over those of an NVLink domain that is
-replicated (HSDP), each with every memory policy. There are a dozen of them, so that nothing is
-guessed; only those are left out whose parameters, gradients and states have no room.
-``module_recipes`` has what a run by a recipe needs.
+Every recipe is captured on fake ranks and simulated by the functions of a dry run. The recipes are
+replicas (DDP), shards over all ranks (FSDP), and shards over the ranks of an NVLink domain that is
+replicated (HSDP), each with every memory policy. There are a dozen of them. The search is that of
+``gt-train plan``, with bounds that cut only recipes whose parameters, gradients and states have no
+room. ``module_recipes`` has what a run by a recipe needs.
 
-Tensor parallelism and pipelines are looked at where they are asked for. For each degree of the
-first a solver places the module; where it is cut into stages of the second, whoever asks says
-(``ModuleStages``). Their steps are simulated like the others.
+Tensor parallelism and pipelines are optional. A solver places the module for each degree of tensor
+parallelism. ``ModuleStages`` says where the module is cut into stages.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,9 +58,10 @@ from gt_trainer.planning.placed_module import (
     meta_inputs,
     placement_of,
 )
-from gt_trainer.planning.plan_answer import binding, ranked_table, why_slower
-from gt_trainer.planning.recipe_outcome import RecipeOutcome
+from gt_trainer.planning.plan_answer import binding, least_memory, ranked_table, why_slower
+from gt_trainer.planning.recipe_outcome import RecipeOutcome, ranked
 from gt_trainer.planning.run_recipe import RunRecipe
+from gt_trainer.planning.search import BoundedCandidate, Cost, Frontier, search
 from gt_trainer.planning.simulate_recipes import outcome_of_pipeline, outcome_of_step
 from gt_trainer.planning.staged_module import ModuleStages, StagedModule
 from gt_trainer.planning.step_bounds import ADAM_STATES
@@ -75,23 +75,22 @@ class ModulePlan:
     cluster: Cluster
     num_gpus: int
     outcomes: tuple[RecipeOutcome, ...]
-    """Of all that were simulated."""
+    """Outcomes of all simulated recipes."""
 
     without_memory: tuple[RunRecipe, ...]
-    """Whose parameters, gradients and states alone are more than a GPU has."""
+    """Recipes whose parameters, gradients and states alone are more than a GPU has."""
 
     placements: Mapping[RunRecipe, PlacementPlan] = field(default_factory=dict)
-    """Of recipes with tensor parallelism: where a solver puts every tensor of ``ModuleWithLoss``
-    on ``mesh_of`` the recipe, for ``gt_autoparallel.apply_plan``."""
+    """Placements of ``ModuleWithLoss`` by a solver, for ``gt_autoparallel.apply_plan``: one on
+    ``mesh_of`` each recipe with tensor parallelism."""
 
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """What was asked for and could not be simulated, as ``tp 8`` or ``pp 4 by 1F1B``, and why."""
+    """Recipes that could not be simulated, as ``tp 8`` or ``pp 4 by 1F1B``, and the reason."""
 
     @property
     def ranked(self) -> list[RecipeOutcome]:
         """Recipes that fit, the fastest first."""
-        fitting = (each for each in self.outcomes if each.fits)
-        return sorted(fitting, key=lambda each: each.step_us)
+        return ranked(self.outcomes)
 
     def __str__(self) -> str:
         """The plan as lines for a terminal."""
@@ -108,18 +107,14 @@ class ModulePlan:
             f"{len(self.without_memory)} without room for parameters, gradients and states"
         )
         yield from self._placement_lines()
-        ranked = self.ranked
-        if not ranked:
-            least = min(self.outcomes, key=lambda each: each.peak_bytes)
-            yield (
-                f"  nothing fits     the least needs {least.peak_bytes / GIB:.1f} GiB of "
-                f"{least.capacity_bytes / GIB:.1f}: {least.recipe}"
-            )
+        best = self.ranked
+        if not best:
+            yield least_memory(self.outcomes)
             return
-        yield from ranked_table(ranked, self.cluster, num_rows=len(ranked))
-        yield f"  binds            {binding(ranked[0])}"
-        if len(ranked) > 1:
-            yield f"  second           {why_slower(ranked[0], ranked[1])}"
+        yield from ranked_table(best, self.cluster, num_rows=len(best))
+        yield f"  binds            {binding(best[0])}"
+        if len(best) > 1:
+            yield f"  second           {why_slower(best[0], best[1])}"
 
     def _placement_lines(self) -> Iterator[str]:
         for recipe, plan in self.placements.items():
@@ -161,8 +156,8 @@ def plan_module(
         mixed_precision: of ``gt_trace.fsdp.shard``.
         tensor_parallel: degrees for which a solver places the module: its samples are cut over
             ``num_gpus / degree`` groups of as many GPUs, each with ``degree`` times the samples of
-            ``inputs``. It chooses every layout, and what runs again where memory is short. A search
-            may take a minute or more.
+            ``inputs``. It chooses every layout, and the recomputation where memory is short. A
+            search may take a minute or more.
         stages: how the module is cut for the pipelines that are looked at, each with ``degree``
             times as many microbatches as there are without; None looks at none.
 
@@ -180,19 +175,28 @@ def plan_module(
     _check(model, inputs, numbers, layers, tensor_parallel, stages, machine.gpus_per_node)
     trained = [p for p in model.parameters() if p.requires_grad]
     state_bytes = sum(p.numel() * p.element_size() for p in trained) * (2 + ADAM_STATES)
-    recipes = list(
+    by_hand = list(
         recipes_by_hand(inputs[0].shape[0], num_gpus, num_microbatches, machine.gpus_per_node)
     )
-    without_memory = tuple(
-        each for each in recipes if state_bytes / each.dp_shard > machine.hbm_capacity_bytes
-    )
-    chosen = [each for each in recipes if each not in without_memory]
-    if not chosen:
+    has_room = [state_bytes / each.dp_shard <= machine.hbm_capacity_bytes for each in by_hand]
+    if not any(has_room):
         raise NoRecipeError(
             f"the model does not fit: parameters, gradients and the optimizer's states are "
             f"{state_bytes / GIB:,.1f} GiB, and {num_gpus:,} GPUs have "
             f"{machine.hbm_capacity_bytes / GIB:.1f} GiB each"
         )
+    first = by_hand[has_room.index(True)]
+    further = [placed_recipe(first, degree) for degree in dict.fromkeys(tensor_parallel)]
+    if stages is not None:
+        further += staged_recipes(first, stages)
+    bounds = [0.0 if each else math.inf for each in has_room] + [0.0] * len(further)
+    frontier = Frontier(
+        (
+            BoundedCandidate(item=recipe, bounds_us=(bound,), guesses_us=(bound,))
+            for recipe, bound in zip([*by_hand, *further], bounds, strict=True)
+        ),
+        [machine.hbm_capacity_bytes],
+    )
     trial = ModuleTrial(
         model=model,
         loss=loss,
@@ -201,42 +205,44 @@ def plan_module(
         tokens_per_sample=tokens_per_sample,
         layers=layers,
         mixed_precision=mixed_precision,
+        stages=stages,
     )
-    placements: dict[RunRecipe, PlacementPlan] = {}
+    outcomes: list[RecipeOutcome] = []
     left_out: dict[str, str] = {}
+
+    def simulate(recipe: RunRecipe) -> list[Cost] | None:
+        what = f"tp {recipe.tp}" if recipe.tp > 1 else f"pp {recipe.pp} by {recipe.schedule}"
+        if what in left_out:
+            return None
+        try:
+            outcomes.append(trial.outcome_of(recipe))
+        except Exception as error:  # the user's module and loss may raise anything
+            if recipe.tp == recipe.pp == 1:
+                raise
+            left_out[what] = _reason(error)
+            return None
+        return [(outcomes[-1].step_us, outcomes[-1].peak_bytes)]
+
     with fake_ranks(num_gpus):
-        outcomes = [trial.outcome_of(each) for each in chosen]
-        for recipe in (placed_recipe(chosen[0], each) for each in dict.fromkeys(tensor_parallel)):
-            with _told(left_out, f"tp {recipe.tp}"):
-                placement = trial.placement_of(recipe)
-                outcomes.append(trial.outcome_of(recipe, placement))
-                placements[recipe] = placement
-        if stages is not None:
-            for recipe in staged_recipes(chosen[0], stages):
-                what = f"pp {recipe.pp} by {recipe.schedule}"
-                if what not in left_out:
-                    with _told(left_out, what):
-                        outcomes.append(trial.outcome_of_stages(recipe, stages))
+        search(frontier, simulate)
     return ModulePlan(
         cluster=cluster,
         num_gpus=num_gpus,
         outcomes=tuple(outcomes),
-        without_memory=without_memory,
-        placements=placements,
+        without_memory=tuple(
+            each for each, fits in zip(by_hand, has_room, strict=True) if not fits
+        ),
+        placements=trial.placements,
         left_out=left_out,
     )
 
 
-@contextmanager
-def _told(left_out: dict[str, str], what: str) -> Iterator[None]:
-    """Whatever goes wrong with one further recipe is told, and loses none of the others."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001  # the user's module and loss may raise anything
-        head, *rest = str(error).splitlines() or [""]
-        text = " ".join([head, "; ".join(each.strip().removeprefix("- ") for each in rest)]).strip()
-        is_ours = isinstance(error, (GtPipelineError, PlacementError))
-        left_out[what] = text if is_ours else f"{type(error).__name__}: {text}"
+def _reason(error: Exception) -> str:
+    """Return the reason in one line for which a recipe is left out."""
+    head, *rest = str(error).splitlines() or [""]
+    text = " ".join([head, "; ".join(each.strip().removeprefix("- ") for each in rest)]).strip()
+    is_ours = isinstance(error, (GtPipelineError, PlacementError))
+    return text if is_ours else f"{type(error).__name__}: {text}"
 
 
 def _check(
@@ -292,7 +298,7 @@ def _check(
 #
 # The ranks do not exist, and tensors have no values.
 Loss = Callable[..., Tensor]
-"""From the model and the inputs of one microbatch to a scalar."""
+"""Maps the model and the inputs of one microbatch to the scalar loss."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -306,46 +312,56 @@ class ModuleTrial:
     tokens_per_sample: int
     layers: str
     mixed_precision: MixedPrecision | None
+    stages: ModuleStages | None
     flops_per_token: int = 0
-    """Of a step that repeats nothing."""
+    """Operations of a step without recomputation."""
 
-    def outcome_of(
-        self, recipe: RunRecipe, placement: PlacementPlan | None = None
-    ) -> RecipeOutcome:
-        """The step of a recipe without a pipeline.
+    placements: dict[RunRecipe, PlacementPlan] = field(default_factory=dict)
+    """Placements of the simulated recipes with tensor parallelism."""
 
-        Args:
-            recipe: says how ranks share the module, if it is not placed.
-            placement: of a recipe with tensor parallelism.
+    def outcome_of(self, recipe: RunRecipe) -> RecipeOutcome:
+        """Simulate the step of a recipe.
+
+        Raises:
+            PlacementError: the module cannot be placed, or does not fit.
+            GtPipelineError: the module cannot be cut into these stages, or not run by the schedule.
         """
+        outcome = self._outcome_of_stages(recipe) if recipe.pp > 1 else self._outcome(recipe)
+        mfu = model_flops_utilization(
+            outcome.tokens_per_second_per_gpu,
+            flops_per_token=self.flops_per_token,
+            hardware=self.machine,
+        )
+        return replace(outcome, mfu=mfu)
+
+    def _outcome(self, recipe: RunRecipe) -> RecipeOutcome:
+        inputs = meta_inputs(self.inputs, times=recipe.tp)
+        placement = None
+        if recipe.tp > 1:
+            placement = placement_of(
+                recipe,
+                self._with_loss(),
+                inputs,
+                self.machine,
+                mixed_precision=self.mixed_precision,
+            )
         mine, loss = self._shared(recipe, placement)
-        traced = _captured(mine, loss, meta_inputs(self.inputs, times=recipe.tp))
+        traced = _captured(mine, loss, inputs)
         passes = passes_of(recipe, layers=self.layers)
         optimize(traced, CompileConfig(verify_passes=False), passes=passes)
         facts = self._facts(recipe, mine.parameters(), num_microbatches=recipe.num_microbatches)
         labels = {} if placement is None else labels_of_placed(mesh_of(recipe, "cpu"))
         run = simulate_run(traced, facts, labels=labels, hardware=self.machine)
-        if placement is None and recipe.memory_policy == "save_all":
+        if placement is not None:
+            self.placements[recipe] = placement
+        elif recipe.memory_policy == "save_all":
             self.flops_per_token = run.graph.flops // (recipe.microbatch * self.tokens_per_sample)
-        return self._with_mfu(outcome_of_step(recipe, run))
+        return outcome_of_step(recipe, run)
 
-    def placement_of(self, recipe: RunRecipe) -> PlacementPlan:
-        """Where a solver puts the module's tensors; errors are those of ``find_placement``."""
-        return placement_of(
-            recipe,
-            self._with_loss(),
-            meta_inputs(self.inputs, times=recipe.tp),
-            self.machine,
-            mixed_precision=self.mixed_precision,
-        )
-
-    def outcome_of_stages(self, recipe: RunRecipe, stages: ModuleStages) -> RecipeOutcome:
-        """The step of a pipeline.
-
-        Raises:
-            GtPipelineError: the module cannot be cut so, or not run by that schedule.
-        """
-        staged = StagedModule.of(_meta_copy(self.model), stages, recipe, meta_inputs(self.inputs))
+    def _outcome_of_stages(self, recipe: RunRecipe) -> RecipeOutcome:
+        assert self.stages is not None
+        model, inputs = _meta_copy(self.model), meta_inputs(self.inputs)
+        staged = StagedModule.of(model, self.stages, recipe, inputs)
         mesh = mesh_of(recipe, "cpu")["shard"]
         for part in staged.parts:
             shard(part, mesh, mode=mode_of(recipe), mixed_precision=self.mixed_precision)
@@ -353,14 +369,13 @@ class ModuleTrial:
         by_rank = parameters_by_rank(captured, staged.pipeline.schedule)
         fullest = max(by_rank, key=lambda each: sum(p.numel() for p in each))
         facts = self._facts(recipe, fullest, num_microbatches=1)  # all in one run of the schedule
-        run = staged.simulated(captured, facts, self.machine)
-        return self._with_mfu(outcome_of_pipeline(recipe, run))
+        return outcome_of_pipeline(recipe, staged.simulated(captured, facts, self.machine))
 
     def _shared(self, recipe: RunRecipe, placement: PlacementPlan | None) -> tuple[nn.Module, Loss]:
         """The module with this rank's part of its parameters, and what gives its loss."""
         mesh = mesh_of(recipe, "cpu")
         if placement is not None:
-            # What hooks compute was captured; a run that places the module is asked about them.
+            # The capture includes the hooks' work. A run that places the module must accept them.
             placed = apply_plan(self._with_loss(), placement, mesh, ignore_hooks=True)
             return placed, operator.call
         mine = _meta_copy(self.model)
@@ -369,14 +384,6 @@ class ModuleTrial:
 
     def _with_loss(self) -> ModuleWithLoss:
         return ModuleWithLoss(_meta_copy(self.model), self.loss)
-
-    def _with_mfu(self, outcome: RecipeOutcome) -> RecipeOutcome:
-        mfu = model_flops_utilization(
-            outcome.tokens_per_second_per_gpu,
-            flops_per_token=self.flops_per_token,
-            hardware=self.machine,
-        )
-        return replace(outcome, mfu=mfu)
 
     def _facts(
         self, recipe: RunRecipe, parameters: Iterable[Tensor], *, num_microbatches: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gt_trainer.dry_run.numbers_as_text import GIB, ms
@@ -17,6 +17,20 @@ from gt_trainer.planning.scaling_curve import SCALING_HEAD, ScalingPoint
 
 _MOST_ROWS = 10
 _MOST_REFUSALS = 5
+_WIDTHS = (12, 13, 6, 8, 8, 7, 12, 6)
+
+RANKED_HEAD = (
+    "step",
+    "tokens/s/GPU",
+    "MFU",
+    "memory",
+    "exposed",
+    "bubble",
+    "$M/T tokens",
+    "MWh/T",
+    "recipe",
+)
+"""Heads of the cells of ``ranked_rows``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,14 +191,7 @@ class PlanAnswer:
 
     def _nothing_fits(self) -> Iterator[str]:
         outcomes = [each[0] for each in self.plan.outcomes]
-        if not outcomes:
-            yield "  nothing was simulated"
-            return
-        least = min(outcomes, key=lambda each: each.peak_bytes)
-        yield (
-            f"  nothing fits     the least that was simulated needs "
-            f"{least.peak_bytes / GIB:.1f} GiB of {least.capacity_bytes / GIB:.1f}: {least.recipe}"
-        )
+        yield least_memory(outcomes) if outcomes else "  nothing was simulated"
 
     def _beside_line(self) -> Iterator[str]:
         words = self.beside_in_words
@@ -220,16 +227,8 @@ class PlanAnswer:
             yield f"  ranks            {each}"
 
     def _sensitivity(self) -> Iterator[str]:
-        changes = ranking_changes(self.ranked)
-        if len(self.ranked) < 2:
-            return
-        if not changes:
-            yield (
-                "  sensitivity      the first stays first with ±30% of compute, memory, network, "
-                f"latency, and all of them, among the {len(self.ranked)} simulated that fit"
-            )
-        for moved, winner, gain in changes:
-            yield f"  sensitivity      {moved}: {winner.recipe} is {gain:.1%} faster than the first"
+        if len(self.ranked) > 1:
+            yield from (f"  sensitivity      {line}" for line in sensitivity(self.ranked))
 
     def _scaling(self) -> Iterator[str]:
         if not self.scaling:
@@ -250,21 +249,40 @@ class PlanAnswer:
         )
 
 
+def least_memory(outcomes: Iterable[RecipeOutcome]) -> str:
+    """Return the line of a plan in which nothing fits."""
+    least = min(outcomes, key=lambda each: each.peak_bytes)
+    return (
+        f"  nothing fits     the least that was simulated needs "
+        f"{least.peak_bytes / GIB:.1f} GiB of {least.capacity_bytes / GIB:.1f}: {least.recipe}"
+    )
+
+
+def ranked_rows(ranked: Iterable[RecipeOutcome], cluster: Cluster) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of each recipe below ``RANKED_HEAD``."""
+    for each in ranked:
+        dollars = each.dollars_per_trillion_tokens(cluster.price_per_gpu_hour)
+        yield (
+            f"{each.step_us / 1e3:,.1f}ms",
+            f"{each.tokens_per_second_per_gpu:,.0f}",
+            f"{each.mfu:.1%}",
+            f"{each.peak_bytes / GIB:.1f}GiB",
+            f"{each.all_exposed_us / each.step_us:.1%}",
+            f"{each.bubble:.1%}",
+            f"{dollars / 1e6:.2f}",
+            f"{each.megawatt_hours_per_trillion_tokens(cluster.power_watts_per_gpu):,.0f}",
+            str(each.recipe),
+        )
+
+
 def ranked_table(
     ranked: Sequence[RecipeOutcome], cluster: Cluster, *, num_rows: int = _MOST_ROWS
 ) -> Iterator[str]:
-    """The first recipes, a row each, and what the first one holds and waits for."""
-    price, watts = cluster.price_per_gpu_hour, cluster.power_watts_per_gpu
-    yield "        step  tokens/s/GPU    MFU   memory  exposed  bubble  $M/T tokens  MWh/T  recipe"
-    for outcome in ranked[:num_rows]:
-        dollars = outcome.dollars_per_trillion_tokens(price) / 1e6
-        energy = outcome.megawatt_hours_per_trillion_tokens(watts)
-        yield (
-            f"{outcome.step_us / 1e3:10,.1f}ms {outcome.tokens_per_second_per_gpu:13,.0f} "
-            f"{outcome.mfu:6.1%} {outcome.peak_bytes / GIB:5.1f}GiB "
-            f"{outcome.all_exposed_us / outcome.step_us:7.1%} {outcome.bubble:7.1%} "
-            f"{dollars:12.2f} {energy:6,.0f}  {outcome.recipe}"
-        )
+    """Yield a row for each of the first recipes, then memory and waits of the first one."""
+    for row in (RANKED_HEAD, *ranked_rows(ranked[:num_rows], cluster)):
+        *numbers, recipe = row
+        cells = (f"{cell:>{width}}" for cell, width in zip(numbers, _WIDTHS, strict=True))
+        yield f"{' '.join(cells)}  {recipe}"
     best = ranked[0]
     held = ", ".join(f"{size / GIB:.2f} {kind}" for kind, size in best.memory.items() if size)
     yield f"  memory           {held} (GiB, the fullest rank of the first)"
@@ -327,6 +345,18 @@ def why_slower(best: RecipeOutcome, other: RecipeOutcome) -> str:
     name, us = max(more.items(), key=lambda part: part[1])
     behind = other.step_us - best.step_us
     return f"{ms(behind)} behind, {ms(us)} of {name} more: {other.recipe}"
+
+
+def sensitivity(ranked: Sequence[RecipeOutcome]) -> list[str]:
+    """Return how changes of the machine's constants change the first of several recipes."""
+    unchanged = (
+        "the first stays first with ±30% of compute, memory, network, latency, and all of them, "
+        f"among the {len(ranked)} simulated that fit"
+    )
+    return [
+        f"{moved}: {winner.recipe} is {gain:.1%} faster than the first"
+        for moved, winner, gain in ranking_changes(ranked)
+    ] or [unchanged]
 
 
 def ranking_changes(ranked: Sequence[RecipeOutcome]) -> list[tuple[str, RecipeOutcome, float]]:

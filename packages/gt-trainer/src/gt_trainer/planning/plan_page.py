@@ -5,56 +5,97 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from gt_config.pages import (
+    Axis,
+    Dot,
+    TimelineBar,
+    bar,
+    html_page,
+    key,
+    linear_axis,
+    marker,
+    plot,
+    polyline,
+    style_name,
+    table,
+    timeline,
+)
+from gt_trainer.dry_run.memory_over_step import MemoryOverStep
 from gt_trainer.dry_run.numbers_as_text import GIB
-from gt_trainer.dry_run.step_timeline import StepTimeline, TimelineRow
-from gt_trainer.planning.memory_chart import capacity_words, memory_axis, memory_chart
-from gt_trainer.planning.plan_answer import PlanAnswer, binding, ranking_changes, why_slower
+from gt_trainer.dry_run.step_timeline import Bar, StepTimeline
+from gt_trainer.planning.plan_answer import (
+    RANKED_HEAD,
+    PlanAnswer,
+    binding,
+    ranked_rows,
+    sensitivity,
+    why_slower,
+)
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
 from gt_trainer.planning.scaling_curve import ScalingPoint
-from gt_trainer.plot import PLOT_STYLE, Axis, Dot, linear_axis, plot, polyline
 
 _MOST_ROWS = 10
 
 _STYLE = """
-:root { color-scheme: light dark; --fits: #2f6fd0; --over: #9aa0a8; --best: #d0592f }
+:root { --fits: #2f6fd0; --over: #9aa0a8; --best: #d0592f }
 @media (prefers-color-scheme: dark) { :root { --fits: #7fb0ff; --over: #777d86; --best: #ff9a6b } }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 60rem;
-  padding: 0 1rem }
+body { max-width: 60rem } td, th { white-space: nowrap }
+pre { padding: .7rem; border: 1px solid; border-radius: .4rem } .bar { margin-bottom: .6rem }
 .limit { stroke: var(--best); stroke-dasharray: 5 4; stroke-width: 1.5 }
-.fits { background: var(--fits) } .over { background: var(--over) }
-.best { background: var(--best) } .front { fill: none; stroke: var(--fits); stroke-opacity: .5 }
-.growing { background: var(--fits); stroke: var(--fits) } .fixed { background: var(--best);
-  stroke: var(--best) } polyline { fill: none; stroke-width: 1.6 }
+.front, .growing { stroke: var(--fits) } .fixed { stroke: var(--best) }
+polyline { fill: none; stroke-width: 1.6 } .front { stroke-opacity: .5 }
 .bound { stroke-dasharray: 3 4; stroke-opacity: .7 }
-.keys span { white-space: nowrap; margin-right: 1em }
-.wide { overflow-x: auto } table { border-collapse: collapse }
-td, th { padding: .25rem .7rem; text-align: right; white-space: nowrap }
-td:last-child, th:last-child { text-align: left }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: .7rem; border: 1px solid;
-  border-radius: .4rem }
-.bar { display: flex; height: 1.1rem; margin: .15rem 0 .6rem; border-radius: .2rem;
-  overflow: hidden }
-.bar span { display: block } .computing { background: #3a9d5d } .network { background: #9b5fc0 }
-.bubble { background: #8a8f98 } .optimizer { background: #e08a2b } .waiting { background: #c9a227 }
-.keys .key { display: inline-block; width: .9em; height: .9em; margin-right: .35em }
 """.strip()
+
+_FRONT = {"best": "fastest", "fits": "fits", "over": "does not fit"}
+_SPENT = {
+    "computing": "#3a9d5d",
+    "network": "#9b5fc0",
+    "bubble": "#8a8f98",
+    "optimizer": "#c0604f",
+    "waiting": "#c9a227",
+}
+_DONE = {
+    "forward": "#3b7dd8",
+    "loss": "#c9a227",
+    "backward": "#3a9d5d",
+    "gradients of inputs": "#2aa3a3",
+    "gradients of weights": "#e08a2b",
+    "forward and backward": "#7d9bb0",
+    "other computation": "#8a8f98",
+    "communication": "#9b5fc0",
+    "optimizer": "#c0604f",
+}
+"""Colours of a timeline, in the order of its key."""
+
+_HELD = {
+    "parameters and buffers": "#2f6fd0",
+    "optimizer state": "#6f9be0",
+    "accumulated gradients": "#8c6bb8",
+    "gradients": "#9b5fc0",
+    "gathered parameters": "#2aa3a3",
+    "batch": "#8a8f98",
+    "transfers": "#8a8f98",
+    "activations": "#3a9d5d",
+    "temporaries": "#e08a2b",
+    "running action": "#e08a2b",
+}
+"""Colours of memory, from the bottom to the top."""
+
+_VARYING = {**{kind: f"var(--{kind})" for kind in _FRONT}, "growing": "var(--fits)"}
+_COLOURS = {**_VARYING, "fixed": "var(--best)", **_SPENT, **_DONE, **_HELD}
 
 
 def plan_page(report: PlanAnswer, *, beside: Sequence[tuple[str, str]] = ()) -> str:
-    """An HTML document.
+    """Return an HTML document.
 
     Args:
-        report: of the plan.
-        beside: files that lie beside the page: what each is, and its name.
+        report: the plan.
+        beside: files next to the page: what each is, and its name.
     """
     title = f"{report.model} on {report.num_gpus:,} {report.cluster.hardware.name}"
-    body = "\n".join(_body(report, beside))
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
-        f"<title>{escape(title)}</title>\n<style>\n{_STYLE}\n{PLOT_STYLE}\n{TIMELINE_STYLE}\n</style>\n</head>\n<body>\n"
-        f"<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
-    )
+    body = [f"<h1>{escape(title)}</h1>", *_body(report, beside)]
+    return html_page(title, body, style=_STYLE, colours=_COLOURS)
 
 
 def _body(report: PlanAnswer, beside: Sequence[tuple[str, str]]) -> Iterator[str]:
@@ -90,9 +131,10 @@ def _body(report: PlanAnswer, beside: Sequence[tuple[str, str]]) -> Iterator[str
     yield "<h2>Memory of the fastest over its step</h2>"
     yield memory_chart(best.memory_over_step, capacity_bytes=best.capacity_bytes)
     yield "<h2>Recipes that fit</h2>"
-    yield _table(report)
+    rows = ranked_rows(ranked[:_MOST_ROWS], report.cluster)
+    yield table(rows, RANKED_HEAD, numbers=range(len(RANKED_HEAD) - 1))
     if len(ranked) > 1:
-        yield f"<h2>How sure the order is</h2><p>{escape(_surely(ranked))}</p>"
+        yield f"<h2>How sure the order is</h2><p>{escape('; '.join(sensitivity(ranked)))}.</p>"
     yield from _scaling(report)
     yield f"<h2>To run the fastest</h2><pre>{escape(report.command(best))}</pre>"
     if beside:
@@ -122,27 +164,20 @@ def _front(outcomes: Sequence[RecipeOutcome], best: RecipeOutcome) -> str:
         Dot(
             x=each.peak_bytes / GIB,
             y=each.step_us / 1e6,
-            style=_class(each, best),
+            kind=_front_kind(each, best),
             words=f"{each.recipe}: {each.step_us / 1e6:.2f} s, {each.peak_bytes / GIB:.1f} GiB",
         )
         for each in outcomes
     ]
     drawn = polyline(x, y, joined, style="front")
     if x.has(capacity / GIB):
-        limit = x.place(capacity / GIB)
-        drawn += f'<line class="limit" x1="{limit:.2f}" x2="{limit:.2f}" y1="0" y2="100"/>'
-    names = {"best": "fastest", "fits": "fits", "over": "does not fit"}
-    key = "".join(
-        f'<span><span class="key {kind}"></span>{name}</span> ' for kind, name in names.items()
-    )
-    return (
-        f'<p class="keys">{key}<span>{capacity_words(x, capacity)}</span></p>\n'
-        f"{plot(x, y, drawn, title='step time by memory', dots=dots)}"
-    )
+        drawn += marker(x=x.place(capacity / GIB), style="limit")
+    frame = plot(x, y, drawn, title="step time by memory", dots=dots)
+    return f"{key(_FRONT, capacity_words(x, capacity))}\n{frame}"
 
 
 def pareto_front(outcomes: Sequence[RecipeOutcome]) -> list[RecipeOutcome]:
-    """Those for which nothing is both faster and smaller, from the smallest on."""
+    """Return the outcomes that no other one beats in time and memory, the smallest first."""
     front: list[RecipeOutcome] = []
     for each in sorted(outcomes, key=lambda one: (one.peak_bytes, one.step_us)):
         if not front or each.step_us < front[-1].step_us:
@@ -150,62 +185,25 @@ def pareto_front(outcomes: Sequence[RecipeOutcome]) -> list[RecipeOutcome]:
     return front
 
 
-def _class(outcome: RecipeOutcome, best: RecipeOutcome) -> str:
+def _front_kind(outcome: RecipeOutcome, best: RecipeOutcome) -> str:
     if outcome is best:
         return "best"
     return "fits" if outcome.fits else "over"
 
 
 def _bars(ranked: Sequence[RecipeOutcome]) -> Iterator[str]:
-    kinds = ("computing", "network", "bubble", "optimizer", "waiting")
-    key = "".join(f'<span><span class="key {kind}"></span>{kind}</span> ' for kind in kinds)
-    yield f'<p class="keys">{key}</p>'
+    yield key(_SPENT)
     for each in ranked:
         parts = {
-            "computing": each.computing_us / each.step_us,
-            "network": each.all_exposed_us / each.step_us,
-            "bubble": each.bubble,
-            "optimizer": each.optimizer_us / each.step_us,
+            "computing": each.computing_us,
+            "network": each.all_exposed_us,
+            "bubble": each.bubble * each.step_us,
+            "optimizer": each.optimizer_us,
         }
-        parts["waiting"] = max(0.0, 1 - sum(parts.values()))
-        longest = each.step_us / ranked[-1].step_us
-        spans = "".join(
-            f'<span class="{kind}" style="width: {100 * part * longest:.2f}%" '
-            f'title="{kind} {part:.1%}"></span>'
-            for kind, part in parts.items()
-        )
-        yield f'<div>{escape(str(each.recipe))}</div><div class="bar">{spans}</div>'
-
-
-def _table(report: PlanAnswer) -> str:
-    head = ("s a step", "tokens/s/GPU", "MFU", "GiB", "exposed", "bubble", "$M/T tokens", "recipe")
-    price = report.cluster.price_per_gpu_hour
-    rows = [
-        (
-            f"{each.step_us / 1e6:.2f}",
-            f"{each.tokens_per_second_per_gpu:,.0f}",
-            f"{each.mfu:.1%}",
-            f"{each.peak_bytes / GIB:.1f}",
-            f"{each.all_exposed_us / each.step_us:.1%}",
-            f"{each.bubble:.1%}",
-            f"{each.dollars_per_trillion_tokens(price) / 1e6:.2f}",
-            escape(str(each.recipe)),
-        )
-        for each in report.ranked[:_MOST_ROWS]
-    ]
-    lines = ["<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"]
-    lines += ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows]
-    return '<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>"
-
-
-def _surely(ranked: Sequence[RecipeOutcome]) -> str:
-    changes = ranking_changes(ranked)
-    if not changes:
-        return (
-            "The first stays first with compute, memory, network and latency 30 % up and down, "
-            f"among the {len(ranked)} simulated that fit."
-        )
-    return "; ".join(f"{moved}: {winner.recipe} is first" for moved, winner, _ in changes) + "."
+        parts["waiting"] = max(0.0, each.step_us - sum(parts.values()))
+        words = {kind: f"{kind} {us / each.step_us:.1%}" for kind, us in parts.items()}
+        drawn = bar(parts, longest=ranked[-1].step_us, words=words)
+        yield f"<div>{escape(str(each.recipe))}</div>{drawn}"
 
 
 # The scaling curve, drawn.
@@ -231,7 +229,7 @@ def scaling_chart(points: Sequence[ScalingPoint]) -> str:
             Dot(
                 x=each.num_gpus,
                 y=one.tokens_per_second_per_gpu,
-                style=style,
+                kind=style,
                 words=f"{one.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, {one.mfu:.1%} MFU: "
                 f"{one.recipe}",
             )
@@ -249,8 +247,7 @@ def scaling_chart(points: Sequence[ScalingPoint]) -> str:
         "<p>Of each size the recipe that is guessed to be the fastest was simulated: that is no "
         "search, and a better one may exist. Dashed: a bound, which no recipe can exceed in the "
         f"simulator.{note}</p>\n"
-        '<p class="keys"><span><span class="key growing"></span>batch grows with the GPUs</span>'
-        '<span><span class="key fixed"></span>batch of the plan</span></p>\n'
+        f"{key({'growing': 'batch grows with the GPUs', 'fixed': 'batch of the plan'})}\n"
         f"{plot(x, y, drawn, title='tokens a second of each GPU by number of GPUs', dots=dots)}"
     )
 
@@ -259,60 +256,65 @@ def _most(point: ScalingPoint) -> float:
     return point.most_tokens_per_second_per_gpu or 0.0
 
 
-# What ranks do over a step: a line for each, with bars from left to right.
-TIMELINE_STYLE = """
-.rank { display: grid; grid-template-columns: 6.5rem 1fr; gap: .5rem; font-size: .8rem;
-  line-height: 1.2; align-items: center; margin-bottom: .2rem }
-.rank svg { width: 100%; height: 1rem; background: rgb(128 128 128 / .15) }
-""".strip()
-"""What ``timeline_chart`` needs of a page's style sheet."""
-
-_COLOURS = {
-    "forward": "#3b7dd8",
-    "loss": "#c9a227",
-    "backward": "#3a9d5d",
-    "gradients of inputs": "#2aa3a3",
-    "gradients of weights": "#e08a2b",
-    "forward and backward": "#7d9bb0",
-    "other computation": "#8a8f98",
-    "communication": "#9b5fc0",
-    "optimizer": "#c0604f",
-}
-"""Of all kinds, in the order of the key."""
-
-
-def timeline_chart(timeline: StepTimeline) -> str:
-    """Draw it, with a key."""
-    kinds = {bar.kind for row in timeline.rows for bar in row.bars}
-    key = "".join(
-        f'<span><span class="key" style="background: {colour}"></span>{kind}</span> '
-        for kind, colour in _COLOURS.items()
-        if kind in kinds
-    )
-    rows = "\n".join(_row(row, timeline.end_us) for row in timeline.rows)
+def timeline_chart(drawn: StepTimeline) -> str:
+    """Return what ranks do over a step, with a key."""
+    kinds = {each.kind for row in drawn.rows for each in row.bars}
+    lanes = ((row.name, [_timeline_bar(each) for each in row.bars]) for row in drawn.rows)
     return (
-        f"<p>{escape(timeline.what)}; from 0 to {timeline.end_us / 1000:,.0f} ms.</p>\n"
-        f'<p class="keys">{key}</p>\n<div role="img" aria-label="what ranks do over the step">\n'
-        f"{rows}\n</div>"
+        f"<p>{escape(drawn.what)}; from 0 to {drawn.end_us / 1000:,.0f} ms.</p>\n"
+        f"{key(kind for kind in _DONE if kind in kinds)}\n"
+        f"{timeline(lanes, drawn.end_us, title='what ranks do over the step')}"
     )
 
 
-def _row(row: TimelineRow, end_us: float) -> str:
-    paths = "".join(
-        f'<path fill="{colour}" d="{drawn}"/>'
-        for kind, colour in _COLOURS.items()
-        if (drawn := _timeline_bars(row, kind, end_us))
-    )
+def _timeline_bar(each: Bar) -> TimelineBar:
+    return TimelineBar(start=each.start_us, end=each.end_us, kind=each.kind)
+
+
+def memory_chart(over_step: MemoryOverStep, *, capacity_bytes: int) -> str:
+    """Return the memory of a rank over a step under the limit of the device, with a key."""
+    x = linear_axis("ms", over_step.end_us / 1000)
+    most = max(each.num_bytes for each in over_step.moments)
+    y = memory_axis("GiB", most, capacity_bytes=capacity_bytes)
+    kinds = [kind for kind in _HELD if any(each.held.get(kind) for each in over_step.moments)]
+    drawn = "".join(_areas(over_step, kinds, x, y))
+    if y.has(capacity_bytes / GIB):
+        drawn += marker(y=y.place(capacity_bytes / GIB), style="limit")
     return (
-        f'<div class="rank"><span>{escape(row.name)}</span><svg viewBox="0 0 100 1" '
-        f'preserveAspectRatio="none">{paths}</svg></div>'
+        f"<p>{escape(over_step.what)}; {capacity_words(y, capacity_bytes)}.</p>\n"
+        f"{key(kinds)}\n{plot(x, y, drawn, title='memory over the step')}"
     )
 
 
-def _timeline_bars(row: TimelineRow, kind: str, end_us: float) -> str:
-    return "".join(
-        f"M{100 * bar.start_us / end_us:.2f} 0H{100 * bar.end_us / end_us:.2f}V1"
-        f"H{100 * bar.start_us / end_us:.2f}Z"
-        for bar in row.bars
-        if bar.kind == kind
-    )
+def memory_axis(label: str, most_bytes: int, *, capacity_bytes: int) -> Axis:
+    """Return an axis in GiB. It includes the device's capacity unless that is far above."""
+    is_near = most_bytes >= capacity_bytes / 4
+    return linear_axis(label, (max(most_bytes, capacity_bytes) if is_near else most_bytes) / GIB)
+
+
+def capacity_words(axis: Axis, capacity_bytes: int) -> str:
+    """Return what the drawn limit is, or that it is too far away to be drawn."""
+    capacity = f"{capacity_bytes / GIB:.0f} GiB"
+    if axis.has(capacity_bytes / GIB):
+        return f"dashed: the {capacity} of a GPU"
+    return f"a GPU has {capacity}, far above"
+
+
+def _areas(over_step: MemoryOverStep, kinds: list[str], x: Axis, y: Axis) -> Iterator[str]:
+    """Yield the area of each kind with all kinds below it, which later areas are painted on."""
+    end = x.place(over_step.end_us / 1000)
+    for number in range(len(kinds), 0, -1):
+        below = kinds[:number]
+        path, height = "M0 100", -1.0
+        for each in over_step.moments:
+            total = sum(each.held.get(kind, 0) for kind in below)
+            if total == height:
+                continue
+            height = total
+            path += f"H{x.place(each.start_us / 1000):.2f}V{100 - y.place(total / GIB):.2f}"
+        kind = kinds[number - 1]
+        most = max(each.held.get(kind, 0) for each in over_step.moments)
+        yield (
+            f'<path class="{style_name(kind)}" d="{path}H{end:.2f}V100Z">'
+            f"<title>{kind}: up to {most / GIB:.2f} GiB</title></path>"
+        )

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from gt_trainer.device import intended_for
 from gt_trainer.dry_run.numbers_as_text import GIB
 from gt_trainer.launcher.child import RunningChild
 from gt_trainer.launcher.launch_scripts import ClusterRun, launch_scripts
@@ -39,7 +40,7 @@ from gt_trainer.planning.run_beside import (
     start_beside,
 )
 from gt_trainer.planning.scaling_curve import ScalingPoint, scaling_curve
-from gt_trainer.planning.simulate_recipes import simulate_recipes
+from gt_trainer.planning.simulate_recipes import recipe_config, simulate_recipes
 from gt_trainer.trainer import GraphTrainer
 
 _PRECISIONS = ("none", "float8_tensorwise", "float8_rowwise")
@@ -128,18 +129,11 @@ def make_plan(
         question.cluster.with_relaxed({name: value}).hardware
         for name, value in question.what_if.items()
     ]
+    search = partial(search_plan, config, model, asked=asked, tell=tell, is_stopped=is_stopped)
     child = None if beside is None else start_beside(beside, request.num_gpus, machine)
     try:
-        plan = search_plan(
-            config,
-            model,
-            request,
-            [machine, *relaxed],
-            asked=asked,
-            seconds=60 * question.minutes,
-            enough=question.enough,
-            tell=tell,
-            is_stopped=is_stopped,
+        plan = search(
+            request, [machine, *relaxed], seconds=60 * question.minutes, enough=question.enough
         )
         if child is not None and beside is not None:
             simulated_beside = finish_beside(
@@ -151,13 +145,11 @@ def make_plan(
     scaling: tuple[ScalingPoint, ...] = ()
     if question.scaling_minutes is not None and not is_stopped():
         scaling = scaling_curve(
-            config,
-            model,
+            search,
             request,
             plan,
-            asked=asked,
+            seq_len=seq_len,
             seconds=60 * question.scaling_minutes,
-            tell=tell,
             is_stopped=is_stopped,
         )
     spec = config.model_spec
@@ -206,16 +198,10 @@ def write_plan_page(
             script.write_text(text, encoding="utf-8")
             script.chmod(0o755)
             beside.append((f"the fastest for {_STARTED_BY[script.suffix]}", script))
-        RunningChild(
-            partial(
-                simulate_recipes,
-                config,
-                [recipe],
-                report.plan.machines[:1],
-                asked=asked,
-                trace_path=trace,
-            )
-        ).result()
+        with intended_for("cuda"):
+            configs = {recipe: recipe_config(config, recipe, asked=asked)}
+        machines = report.plan.machines[:1]
+        RunningChild(partial(simulate_recipes, configs, machines, trace_path=trace)).result()
     path.write_text(
         plan_page(report, beside=[(what, each.name) for what, each in beside]), encoding="utf-8"
     )
@@ -298,7 +284,7 @@ def _enough_gpus(request: PlanRequest, model: ModelCounts, cluster: Cluster) -> 
 
 def _fits(request: PlanRequest, model: ModelCounts, cluster: Cluster) -> bool:
     bounded = bounded_candidates(candidates(request, model), model, [cluster.hardware])
-    return any(each.could_fit for each in bounded)
+    return any(math.isfinite(each.bounds_us[0]) for each in bounded)
 
 
 def _precisions(config: GraphTrainer.Config, fixed: Mapping[str, object]) -> list[str]:

@@ -32,21 +32,20 @@ from gt_trainer.dry_run.numbers_as_text import GIB
 from gt_trainer.launcher.child import ChildFailedError, RunningChild
 from gt_trainer.planning.candidates import PlanRequest, candidates
 from gt_trainer.planning.guesses import guessed_bytes, guessed_us
-from gt_trainer.planning.learned_order import Guess, LearnedOrder
 from gt_trainer.planning.model_counts import (
     ModelCounts,
     PipelineLayout,
     StageParts,
     whole_model,
 )
-from gt_trainer.planning.recipe_config import recipe_config
-from gt_trainer.planning.recipe_outcome import RecipeOutcome, Unsimulated
+from gt_trainer.planning.recipe_outcome import RecipeOutcome, Unsimulated, ranked
 from gt_trainer.planning.run_recipe import RunRecipe
-from gt_trainer.planning.search import Bounded, Frontier, WrongBoundError
+from gt_trainer.planning.search import BoundedCandidate, Frontier, WrongBoundError
 from gt_trainer.planning.simulate_recipes import (
     Outcomes,
     capture_key,
-    refused,
+    recipe_config,
+    refusal,
     simulate_recipes,
 )
 from gt_trainer.planning.step_bounds import StepBound, seen_by_bounds, step_bound
@@ -59,88 +58,64 @@ _LOOKS_EVERY_SECONDS = 1.0
 """Whether its time is over."""
 
 _WORTH_BESIDE = 1.4
-"""By how much a guess may be above that of a recipe whose capture serves it too."""
+"""Largest ratio of places in the order at which another schedule shares a capture."""
 
 _VARIANTS = 32
-"""As many bounds are remembered: of schedules, precisions, and whether all is computed again."""
+"""Number of bounds in the cache: of schedules, precisions, and recomputation."""
 
-_Numbered = list[tuple[int, RunRecipe]]
+_Batch = dict[int, tuple[RunRecipe, GraphTrainer.Config]]
+"""Recipes that share a capture, with their configurations, by their numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchedPlan:
-    """What a search found, and what it did not look at."""
+    """The results of a search, and the numbers of candidates that it cut or left."""
 
     machines: tuple[Hardware, ...]
-    """The one that was asked for, then those that one might have."""
+    """The machine of the plan, then those of ``--what-if``."""
 
     outcomes: tuple[Outcomes, ...]
-    """Of each simulated recipe on each machine, in the order in which they were found."""
+    """Outcomes of each simulated recipe on each machine, in the order of the search."""
 
     has_all_candidates: bool
     """Whether the space was enumerated to its end: else candidates are but the first ones."""
 
     num_candidates: int
     num_without_memory: int
-    """Whose parameters and states alone are more than a GPU has, on every machine."""
+    """Number of candidates whose least memory is more than a GPU of any machine has."""
 
     num_cut: int
-    """Whose bound is above what was found, those without memory included."""
+    """Number of candidates that bounds cut, those without memory included."""
 
     num_left: int
-    """That could still be better: time was up, or enough was found."""
+    """Number of candidates that could still be faster: time was up, or enough was found."""
 
     least_us: float | None
-    """By its bounds no candidate takes less on the first machine.
+    """Least bound of all candidates on the first machine.
 
     None if none can fit, or not all are known.
     """
 
     refusals: tuple[tuple[str, int], ...]
-    """By why a run cannot have a recipe, how many that came up."""
+    """Reasons for which a run cannot have a recipe, and their numbers."""
 
     failures: tuple[Unsimulated, ...]
     seconds: float
 
     def ranked(self, machine: int = 0) -> list[RecipeOutcome]:
         """Recipes that fit, the fastest first."""
-        of_machine = [each[machine] for each in self.outcomes if each[machine].fits]
-        return sorted(of_machine, key=lambda each: each.step_us)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundedRecipe:
-    """A candidate before it is simulated."""
-
-    recipe: RunRecipe
-    bounds_us: tuple[float, ...]
-    """On each machine; infinite where it cannot fit."""
-
-    least_bytes: int
-    """That it holds by its bounds."""
-
-    guess: Guess | None
-    """None for what fits on no machine: nobody asks for it, and of many recipes it is dear."""
-
-    @property
-    def could_fit(self) -> bool:
-        """On the first machine."""
-        return math.isfinite(self.bounds_us[0])
+        return ranked(each[machine] for each in self.outcomes)
 
 
 @dataclass(slots=True)
 class _Found:
-    least_bytes: Sequence[int]
-    """That each candidate holds by its bounds."""
-
-    order: LearnedOrder
     outcomes: list[Outcomes] = field(default_factory=list)
     refusals: Counter[str] = field(default_factory=Counter)
     failures: list[Unsimulated] = field(default_factory=list)
 
     @property
     def num_fitting(self) -> int:
-        """Of outcomes on the first machine."""
+        """Number of outcomes that fit on the first machine."""
         return sum(first.fits for first, *_ in self.outcomes)
 
 
@@ -166,7 +141,7 @@ def search_plan(
         asked: the flags of ``base`` that the user gave.
         seconds: for which to search; what is not done by then is left.
         enough: after so many recipes that fit on the first machine nothing more is begun.
-        tell: is told, once in a while, what has been found.
+        tell: called with a line for each result.
         is_stopped: asked once in a while: True ends the search as if time were up.
     """
     begin = time.monotonic()
@@ -185,37 +160,38 @@ def search_plan(
         has_all = True
 
     with held_garbage_collection():
-        bounded = list(bounded_candidates(recipes(), model, machines))
-    order = LearnedOrder([each.guess for each in bounded], machines)
-    frontier = Frontier(
-        Bounded(item=each.recipe, bounds=each.bounds_us, guess=place)
-        for each, place in zip(bounded, order.places().tolist(), strict=True)
-    )
-    found = _Found(least_bytes=[each.least_bytes for each in bounded], order=order)
+        capacities = [each.hbm_capacity_bytes for each in machines]
+        frontier = Frontier(bounded_candidates(recipes(), model, machines), capacities)
+    found = _Found()
     with intended_for("cuda"):
         batches = _batches(frontier, base, asked, found, is_over, enough)
-        _simulate(batches, frontier, base, machines, asked, found, is_over, tell)
-    could_fit = [each.bounds_us[0] for each in bounded if each.could_fit]
+        _simulate(batches, frontier, machines, found, is_over, tell)
+    bounds = [each.bounds_us for each in frontier.candidates]
     return SearchedPlan(
         machines=tuple(machines),
         outcomes=tuple(found.outcomes),
         has_all_candidates=has_all,
-        num_candidates=frontier.num_candidates,
-        num_without_memory=sum(each.guess is None for each in bounded),
+        num_candidates=len(frontier.candidates),
+        num_without_memory=sum(min(each) == math.inf for each in bounds),
         num_cut=frontier.num_cut,
         num_left=frontier.num_left,
-        least_us=min(could_fit, default=None) if has_all else None,
+        least_us=_finite(min((each[0] for each in bounds), default=math.inf)) if has_all else None,
         refusals=tuple(found.refusals.most_common()),
         failures=tuple(found.failures),
         seconds=time.monotonic() - begin,
     )
 
 
+def _finite(bound: float) -> float | None:
+    return bound if math.isfinite(bound) else None
+
+
 def bounded_candidates(
     recipes: Iterable[RunRecipe], model: ModelCounts, machines: Sequence[Hardware]
-) -> Iterator[BoundedRecipe]:
-    """Recipes whose stages exist, with their bounds and guesses on each machine."""
+) -> Iterator[BoundedCandidate[RunRecipe]]:
+    """Yield recipes whose stages exist, with their bounds and guesses on each machine."""
     layouts = PipelineLayouts(model)
+    known: dict[tuple[object, ...], tuple[object, ...]] = {}  # of many recipes a few kinds
 
     @functools.lru_cache(maxsize=_VARIANTS)  # recipes of the same degrees come one after another
     def bounds_of(seen: RunRecipe) -> list[StepBound]:
@@ -231,21 +207,28 @@ def bounded_candidates(
             bound.step_us if bound.peak_bytes <= machine.hbm_capacity_bytes else math.inf
             for bound, machine in zip(bounds, machines, strict=True)
         )
-        guess = None
-        if any(map(math.isfinite, costs)):
-            guess = Guess(
-                recipe=recipe,
-                step_us=tuple(
-                    guessed_us(recipe, model, layout, bound, machine)
-                    for bound, machine in zip(bounds, machines, strict=True)
-                ),
-                held_bytes=guessed_bytes(recipe, model, layout, bounds[0]),
-            )
-        yield BoundedRecipe(
-            recipe=recipe,
+        if min(costs) == math.inf:  # many recipes fit on no machine, and guesses are expensive
+            yield BoundedCandidate(item=recipe, bounds_us=costs, guesses_us=costs)
+            continue
+        how = (recipe.memory_policy, recipe.ep_overlap, recipe.reduces_once, recipe.linears)
+        kind = (recipe.schedule, recipe.tp > 1, recipe.cp > 1, *how)
+        kinds: tuple[object, ...] = (
+            kind,
+            (recipe.schedule, recipe.memory_policy),
+            recipe.schedule is None,
+        )
+        kinds = known.setdefault(kinds, kinds)
+        yield BoundedCandidate(
+            item=recipe,
             bounds_us=costs,
             least_bytes=bounds[0].peak_bytes,
-            guess=guess,
+            guesses_us=tuple(
+                guessed_us(recipe, model, layout, bound, machine)
+                for bound, machine in zip(bounds, machines, strict=True)
+            ),
+            guess_bytes=guessed_bytes(recipe, model, layout, bounds[0]),
+            kinds=kinds,
+            family=(kinds, recipe.pp, recipe.tp, recipe.cp, recipe.ep, recipe.microbatch),
         )
 
 
@@ -256,62 +239,53 @@ def _batches(
     found: _Found,
     is_over: Callable[[], bool],
     enough: float,
-) -> Iterator[_Numbered]:
-    """What one child after another is to simulate: a recipe that a run may have, and its like."""
-    ordered = None
+) -> Iterator[_Batch]:
+    """Yield the work of one child after another: a recipe that a run may have, and similar ones.
+
+    The similar ones are other schedules of its stages, which its capture serves too.
+    """
     while not is_over() and found.num_fitting < enough:
-        places = found.order.places()
-        if places is not ordered:  # a refusal changes no place
-            frontier.reorder(places)
-            ordered = places
         taken = frontier.take()
         if taken is None:
             return
-        number, recipe = taken
-        try:
-            recipe_config(base, recipe, asked=asked)
-        except ConfigError as error:
-            frontier.record(number, [math.inf] * frontier.num_goals)
-            found.refusals[refused(recipe, error).reason] += 1
-            continue
-        found.order.begin(number)
-        yield [(number, recipe), *_sharing_capture(number, recipe, frontier, found.order)]
+        batch: _Batch = {}
+        recipes = [taken]
+        for number, recipe in recipes:
+            try:
+                batch[number] = recipe, recipe_config(base, recipe, asked=asked)
+            except ConfigError as error:
+                found.refusals[refusal(error)] += 1
+                continue
+            if number == taken[0]:
+                recipes += frontier.begin(number, _shares_capture(recipe), within=_WORTH_BESIDE)
+        if batch:
+            yield batch
 
 
-def _sharing_capture(
-    number: int, recipe: RunRecipe, frontier: Frontier[RunRecipe], order: LearnedOrder
-) -> _Numbered:
-    """Taken beside a recipe: other schedules of its stages that are thought to come soon."""
-    if recipe.schedule is None:
-        return []
-    places = order.places()
-    key, latest = capture_key(recipe), _WORTH_BESIDE * places[number]
+def _shares_capture(recipe: RunRecipe) -> Callable[[RunRecipe], bool]:
+    key = capture_key(recipe)
 
-    def is_wanted(other_number: int, other: RunRecipe) -> bool:
-        is_near = other.pp == recipe.pp and other.dp_shard == recipe.dp_shard
-        return is_near and capture_key(other) == key and bool(places[other_number] <= latest)
+    def shares(other: RunRecipe) -> bool:
+        is_near = other.pp == recipe.pp > 1 and other.dp_shard == recipe.dp_shard
+        return is_near and capture_key(other) == key
 
-    return frontier.take_also(is_wanted)
+    return shares
 
 
 def _simulate(
-    batches: Iterator[_Numbered],
+    batches: Iterator[_Batch],
     frontier: Frontier[RunRecipe],
-    base: GraphTrainer.Config,
     machines: Sequence[Hardware],
-    asked: Collection[str],
     found: _Found,
     is_over: Callable[[], bool],
     tell: Callable[[str], None],
 ) -> None:
     num_children = min(_MOST_CHILDREN, len(os.sched_getaffinity(0)))
-    running: dict[RunningChild[list[Outcomes | Unsimulated]], _Numbered] = {}
+    running: dict[RunningChild[list[Outcomes]], _Batch] = {}
     try:
         while not is_over():
             while len(running) < num_children and (batch := next(batches, None)) is not None:
-                work = partial(
-                    simulate_recipes, base, [each for _, each in batch], machines, asked=asked
-                )
+                work = partial(simulate_recipes, dict(batch.values()), machines)
                 running[RunningChild(work)] = batch
             if not running:
                 return
@@ -323,59 +297,42 @@ def _simulate(
     finally:
         for child, batch in running.items():
             child.kill()
-            for number, _ in batch:
+            for number in batch:
                 frontier.put_back(number)
 
 
 def _take_results(
-    child: RunningChild[list[Outcomes | Unsimulated]],
-    batch: _Numbered,
+    child: RunningChild[list[Outcomes]],
+    batch: _Batch,
     frontier: Frontier[RunRecipe],
     found: _Found,
     tell: Callable[[str], None],
 ) -> None:
-    nothing = [math.inf] * frontier.num_goals
+    def fail(recipe: RunRecipe, reason: str) -> None:
+        found.failures.append(Unsimulated(recipe=recipe, reason=reason))
+        tell(f"failed: {recipe}: {reason}")
+
     try:
         results = child.result()
     except ChildFailedError as error:
-        results = [
-            Unsimulated(recipe=recipe, reason=error.reason, is_refused=False) for _, recipe in batch
-        ]
-    for (number, _), result in zip(batch, results, strict=True):
-        if not isinstance(result, Unsimulated):
-            try:
-                _check_memory(result[0], found.least_bytes[number])
-                frontier.record(number, [o.step_us if o.fits else math.inf for o in result])
-            except WrongBoundError as error:
-                reason = f"its bounds were wrong: {error}"
-                found.failures.append(
-                    Unsimulated(recipe=result[0].recipe, reason=reason, is_refused=False)
-                )
-                tell(f"failed: {result[0].recipe}: {reason}")
-                continue
-            found.outcomes.append(result)
-            tell(_line(result[0], found.order.thought(number)))
-            found.order.learn(number, result[0])
+        for recipe, _ in batch.values():
+            fail(recipe, error.reason)
+        return
+    for (number, (recipe, _)), outcomes in zip(batch.items(), results, strict=True):
+        line = _line(outcomes[0], *frontier.expected(number))
+        try:
+            frontier.record(number, [(each.step_us, each.peak_bytes) for each in outcomes])
+        except WrongBoundError as error:
+            fail(recipe, f"its bounds were wrong: {error}")
             continue
-        frontier.record(number, nothing)
-        if result.is_refused:
-            found.refusals[result.reason] += 1
-        else:
-            found.failures.append(result)
-            tell(f"failed: {result.recipe}: {result.reason}")
+        found.outcomes.append(outcomes)
+        tell(line)
 
 
-def _check_memory(outcome: RecipeOutcome, least_bytes: int) -> None:
-    if outcome.peak_bytes < least_bytes:
-        raise WrongBoundError(
-            f"{outcome.recipe} holds {outcome.peak_bytes:,} bytes, and its bound is {least_bytes:,}"
-        )
-
-
-def _line(outcome: RecipeOutcome, thought: Guess) -> str:
+def _line(outcome: RecipeOutcome, guess_us: float, guess_bytes: float) -> str:
     fits = "" if outcome.fits else ", DOES NOT FIT"
     found = f"{outcome.step_us / 1000:,.0f} ms, {outcome.peak_bytes / GIB:.1f} GiB{fits}"
-    guess = f"{thought.step_us[0] / 1000:,.0f} and {thought.held_bytes / GIB:.1f}"
+    guess = f"{guess_us / 1000:,.0f} and {guess_bytes / GIB:.1f}"
     return f"{found} (guessed {guess}): {outcome.recipe}"
 
 

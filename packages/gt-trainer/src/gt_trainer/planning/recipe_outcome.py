@@ -1,8 +1,8 @@
-"""What a simulated step of a recipe takes and holds. Plain data, as children send it."""
+"""Time and memory of a simulated step. Plain data, which children send."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gt_trainer.dry_run.memory_over_step import MemoryOverStep
@@ -28,17 +28,17 @@ class RecipeOutcome:
     """Communication for which computation stands still, by what it is for."""
 
     bubble: float
-    """Of the step, what ranks of a pipeline wait for one another."""
+    """Part of the step in which ranks of a pipeline wait for one another."""
 
     optimizer_us: float
     memory: Mapping[str, int]
-    """Of the fullest rank at its peak, by kind; bytes."""
+    """Bytes of the fullest rank at its peak, by kind."""
 
     memory_over_step: MemoryOverStep
-    """Of the fullest rank."""
+    """Memory of the fullest rank over the step."""
 
     timeline: StepTimeline
-    """What ranks do over a step."""
+    """Work of the ranks over a step."""
 
     peak_bytes: int
     capacity_bytes: int
@@ -56,11 +56,11 @@ class RecipeOutcome:
         return sum(self.exposed_us.values())
 
     def dollars_per_trillion_tokens(self, price_per_gpu_hour: float) -> float:
-        """What GPUs cost that train a trillion tokens without a failure."""
+        """Return the cost of GPUs for a trillion tokens without a failure."""
         return self._gpu_hours * price_per_gpu_hour
 
     def megawatt_hours_per_trillion_tokens(self, watts_per_gpu: float) -> float:
-        """What the GPUs alone take at most, at their power limit."""
+        """Return the energy of the GPUs alone at their power limit."""
         return self._gpu_hours * watts_per_gpu / 1e6
 
     @property
@@ -68,13 +68,15 @@ class RecipeOutcome:
         return _TRILLION / self.tokens_per_second_per_gpu / _HOURS
 
 
+def ranked(outcomes: Iterable[RecipeOutcome]) -> list[RecipeOutcome]:
+    """Return the outcomes that fit, the fastest first."""
+    return sorted((each for each in outcomes if each.fits), key=lambda each: each.step_us)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unsimulated:
-    """A recipe that a run cannot have, or that could not be captured."""
+    """A recipe that could not be simulated."""
 
     recipe: RunRecipe
     reason: str
-    """In one line."""
-
-    is_refused: bool
-    """By the rules of a run; else something failed."""
+    """The reason in one line."""

@@ -136,7 +136,7 @@ def finish_beside(
 
     def unsimulated(reason: str) -> SimulatedBeside:
         recipe = recipe_of(run.config, num_gpus)
-        result = Unsimulated(recipe=recipe, reason=reason, is_refused=False)
+        result = Unsimulated(recipe=recipe, reason=reason)
         return SimulatedBeside(flags=run.flags, result=result)
 
     if not child.receiver.poll():

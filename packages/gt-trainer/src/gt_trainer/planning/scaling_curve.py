@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gt_trainer.planning.candidates import PlanRequest
-from gt_trainer.planning.model_counts import ModelCounts
-from gt_trainer.planning.planner import SearchedPlan, search_plan
+from gt_trainer.planning.planner import SearchedPlan
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
-from gt_trainer.trainer import GraphTrainer
 
 _BATCH = "--training.global_batch_size"
 
@@ -65,29 +63,25 @@ SCALING_HEAD = "    GPUs   batch tokens    batch       at most     simulated    
 
 
 def scaling_curve(
-    config: GraphTrainer.Config,
-    model: ModelCounts,
+    search: Callable[..., SearchedPlan],
     request: PlanRequest,
     plan: SearchedPlan,
     *,
-    asked: Collection[str] = (),
+    seq_len: int,
     seconds: float,
     sizes: Sequence[int] = SIZES,
-    tell: Callable[[str], None] = lambda line: None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[ScalingPoint, ...]:
     """Bound and simulate each size.
 
     Args:
-        config: as for ``search_plan``.
-        model: as for ``search_plan``.
-        request: that was planned.
-        plan: what was found; it is the point of its own size.
-        asked: as for ``search_plan``.
-        seconds: for all of it; what is left of them is shared by the points that are left.
-        sizes: numbers of GPUs, besides that of the plan.
-        tell: as for ``search_plan``.
-        is_stopped: as for ``search_plan``; sizes that are left are left out then.
+        search: ``search_plan``, which needs the request, the machines and the time.
+        request: of the plan.
+        plan: the results of the search, which are the point of its own size.
+        seq_len: tokens of a sequence.
+        seconds: for all sizes; the points that are left share what is left.
+        sizes: numbers of GPUs, in addition to that of the plan.
+        is_stopped: as for ``search_plan``; no further size begins then.
     """
     until = time.monotonic() + seconds
     points = list(_requests(request, sorted({*sizes, request.num_gpus})))
@@ -98,17 +92,7 @@ def scaling_curve(
     turns: dict[int, float] = {}
 
     def take_turn(number: int, seconds: float) -> None:
-        searched = search_plan(
-            config,
-            model,
-            points[number][1],
-            plan.machines[:1],
-            asked=asked,
-            seconds=seconds,
-            enough=1,
-            tell=tell,
-            is_stopped=is_stopped,
-        )
+        searched = search(points[number][1], plan.machines[:1], seconds=seconds, enough=1)
         if number not in turns or searched.ranked():
             found[number] = searched
         turns[number] = seconds
@@ -125,7 +109,7 @@ def scaling_curve(
     curve = [
         ScalingPoint(
             num_gpus=each.num_gpus,
-            global_batch_tokens=each.global_batch * model.seq_len,
+            global_batch_tokens=each.global_batch * seq_len,
             grows=grows,
             least_us=searched.least_us,
             simulated=next(iter(searched.ranked()), None),

@@ -1,84 +1,101 @@
-"""Recipes that share a capture, simulated by the functions of a dry run."""
+"""Recipes as configurations of runs, simulated by the functions of a dry run."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gt_config import ConfigError
 from gt_passes.simulation import Hardware, Sensitivity
 from gt_trace import flex_attention_on_cpu
 from gt_trainer.device import intended_for
 from gt_trainer.dry_run.captured_dry_step import capture_dry_step
-from gt_trainer.dry_run.fake_pipeline import FakePipeline, capture_divided, planned_pipeline
+from gt_trainer.dry_run.fake_pipeline import capture_divided, planned_pipeline
 from gt_trainer.dry_run.fake_step import fake_ranks, fake_step, meta_model
 from gt_trainer.dry_run.memory_over_step import memory_of_pipeline, memory_of_run
 from gt_trainer.dry_run.pipeline_dry_run import simulate_captured
 from gt_trainer.dry_run.simulated_pipeline import SimulatedPipeline
 from gt_trainer.dry_run.simulated_run import SimulatedRun
 from gt_trainer.dry_run.step_timeline import timeline_of_pipeline, timeline_of_run
-from gt_trainer.planning.recipe_config import recipe_config
-from gt_trainer.planning.recipe_outcome import RecipeOutcome, Unsimulated
+from gt_trainer.planning.recipe_outcome import RecipeOutcome
 from gt_trainer.planning.run_recipe import RunRecipe
+from gt_trainer.preflight.preflight import check_configuration
+from gt_trainer.preflight.settled_defaults import settle_defaults
 from gt_trainer.quantization.quantized_model import with_quantized_model
 from gt_trainer.startup import StartupClock
 from gt_trainer.trainer import GraphTrainer
 
 Outcomes = tuple[RecipeOutcome, ...]
-"""Of one recipe on each machine."""
+"""Outcomes of one recipe on each machine."""
 
 
 def simulate_recipes(
-    base: GraphTrainer.Config,
-    recipes: Sequence[RunRecipe],
+    configs: Mapping[RunRecipe, GraphTrainer.Config],
     machines: Sequence[Hardware],
     *,
-    asked: Collection[str] = (),
     trace_path: Path | None = None,
-) -> list[Outcomes | Unsimulated]:
-    """Simulate recipes that differ in nothing that a capture sees: see ``capture_key``.
+) -> list[Outcomes]:
+    """Simulate recipes that have the same ``capture_key``.
+
+    Args:
+        configs: the configuration of each recipe, from ``recipe_config``; one or more.
+        machines: to simulate each on.
+        trace_path: where to write a Perfetto trace of the first recipe; None writes none.
+
+    Raises:
+        Exception: any error of building, placing or capturing.
+    """
+    with intended_for("cuda"), warnings.catch_warnings():
+        # Captures run on this machine's CPU; the run will not.
+        warnings.filterwarnings("ignore", message="In CPU autocast")
+        ready = {
+            recipe: with_quantized_model(unverified(config)) for recipe, config in configs.items()
+        }
+        is_pipelined = next(iter(configs)).pp > 1
+        simulate = _simulate_pipelines if is_pipelined else _simulate_steps
+        return list(simulate(ready, machines, trace_path))
+
+
+def recipe_config(
+    base: GraphTrainer.Config, recipe: RunRecipe, *, asked: Collection[str] = ()
+) -> GraphTrainer.Config:
+    """The configuration of a run by ``recipe``, with the device's defaults settled.
 
     Args:
         base: with the flags that every recipe has. Not changed.
-        recipes: one or more.
-        machines: to simulate each on.
-        asked: as for ``recipe_config``.
-        trace_path: where to write a Perfetto trace of the first one; None writes none.
+        recipe: sets the other flags.
+        asked: the flags of ``base`` that the user gave.
 
     Raises:
-        Exception: whatever building, placing or capturing raises.
+        ConfigError: a run cannot have it; lists what is wrong.
     """
-    with intended_for("cuda"), warnings.catch_warnings():
-        # Of captures, which run on this machine's CPU: the run will not.
-        warnings.filterwarnings("ignore", message="In CPU autocast")
-        found: dict[RunRecipe, Outcomes | Unsimulated] = {}
-        configs: dict[RunRecipe, GraphTrainer.Config] = {}
-        for recipe in recipes:
-            try:
-                config = recipe_config(base, recipe, asked=asked)
-            except ConfigError as error:
-                found[recipe] = refused(recipe, error)
-            else:
-                configs[recipe] = with_quantized_model(unverified(config))
-        if configs:
-            capture = _simulate_pipelines if recipes[0].pp > 1 else _simulate_steps
-            found |= capture(configs, machines, trace_path)
-        return [found[recipe] for recipe in recipes]
+    config = base
+    for flag, value in recipe.settings().items():
+        config = _with_value(config, flag.removeprefix("--").split("."), value)
+    config, _ = settle_defaults(config, recipe.num_gpus, asked={*asked, *recipe.settings()})
+    check_configuration(config, recipe.num_gpus, will_train=False)
+    return config
+
+
+def refusal(error: ConfigError) -> str:
+    """Return the first rule that a recipe breaks, as text."""
+    first = error.violations[0]
+    return f"{first.flag} {first.value!r}: allowed is {first.allowed}"
+
+
+def _with_value(owner: Any, path: list[str], value: object) -> Any:
+    name, *rest = path
+    inner = _with_value(getattr(owner, name), rest, value) if rest else value
+    return replace(owner, **{name: inner})
 
 
 def capture_key(recipe: RunRecipe) -> RunRecipe:
     """Equal for recipes that one capture serves: schedules of the same stages."""
     stages = {None: None, "1F1B": "1"}.get(recipe.schedule, "2")
     return replace(recipe, schedule=stages)
-
-
-def refused(recipe: RunRecipe, error: ConfigError) -> Unsimulated:
-    """A recipe that breaks a rule, with the first rule that it breaks."""
-    first = error.violations[0]
-    reason = f"{first.flag} {first.value!r}: allowed is {first.allowed}"
-    return Unsimulated(recipe=recipe, reason=reason, is_refused=True)
 
 
 def unverified(config: GraphTrainer.Config) -> GraphTrainer.Config:
@@ -90,50 +107,46 @@ def _simulate_steps(
     configs: Mapping[RunRecipe, GraphTrainer.Config],
     machines: Sequence[Hardware],
     trace_path: Path | None,
-) -> dict[RunRecipe, Outcomes | Unsimulated]:
-    found: dict[RunRecipe, Outcomes | Unsimulated] = {}
+) -> Iterator[Outcomes]:
     for recipe, config in configs.items():
         with fake_step(config, recipe.num_gpus) as step, flex_attention_on_cpu():
             captured = capture_dry_step(config, step, StartupClock())
-            first, *others = machines
-            simulated = [captured.simulate(first, trace_path=trace_path)]
-            simulated += [captured.simulate(each) for each in others]
-        found[recipe] = tuple(outcome_of_step(recipe, each) for each in simulated)
-    return found
+            yield tuple(
+                outcome_of_step(
+                    recipe,
+                    captured.simulate(machine, trace_path=None if index else trace_path),
+                )
+                for index, machine in enumerate(machines)
+            )
 
 
 def _simulate_pipelines(
     configs: Mapping[RunRecipe, GraphTrainer.Config],
     machines: Sequence[Hardware],
     trace_path: Path | None,
-) -> dict[RunRecipe, Outcomes | Unsimulated]:
-    recipe, config = next(iter(configs.items()))
-    found: dict[RunRecipe, Outcomes | Unsimulated] = {}
-    with fake_ranks(recipe.num_gpus), flex_attention_on_cpu():
-        built = meta_model(config, recipe.num_gpus)
+) -> Iterator[Outcomes]:
+    first, config = next(iter(configs.items()))
+    with fake_ranks(first.num_gpus), flex_attention_on_cpu():
+        built = meta_model(config, first.num_gpus)
         pipeline = capture_divided(config, built, planned_pipeline(config))
-        for each, its_config in configs.items():
-            found[each] = tuple(
+        for recipe, its_config in configs.items():
+            scheduled = replace(pipeline, plan=planned_pipeline(its_config))
+            yield tuple(
                 outcome_of_pipeline(
-                    each,
+                    recipe,
                     simulate_captured(
                         its_config,
-                        _by_schedule(pipeline, its_config),
+                        scheduled,
                         hardware=machine,
-                        trace_path=trace_path if each == recipe and index == 0 else None,
+                        trace_path=trace_path if recipe == first and index == 0 else None,
                     ),
                 )
                 for index, machine in enumerate(machines)
             )
-    return found
-
-
-def _by_schedule(pipeline: FakePipeline, config: GraphTrainer.Config) -> FakePipeline:
-    return replace(pipeline, plan=planned_pipeline(config))
 
 
 def outcome_of_step(recipe: RunRecipe, run: SimulatedRun) -> RecipeOutcome:
-    """What a plan tells of a step without a pipeline."""
+    """Return the outcome of a step without a pipeline."""
     exposed = {total.purpose: total.exposed_us for total in run.by_purpose}
     return RecipeOutcome(
         recipe=recipe,
@@ -154,7 +167,7 @@ def outcome_of_step(recipe: RunRecipe, run: SimulatedRun) -> RecipeOutcome:
 
 
 def outcome_of_pipeline(recipe: RunRecipe, run: SimulatedPipeline) -> RecipeOutcome:
-    """What a plan tells of a step in stages."""
+    """Return the outcome of a step in stages."""
     fullest = max(run.memory, key=lambda each: each.peak_bytes)
     exposed = {**run.exposed_us, "gathers and reductions": run.time.gathers}
     exposed |= {"transfers": run.time.transfers, "tied weight": run.shared_us}

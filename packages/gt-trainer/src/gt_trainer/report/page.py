@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 from urllib.parse import quote
 
-from gt_trainer.plot import PLOT_STYLE, Axis, plot, polyline, round_ticks
+from gt_config.pages import (
+    Axis,
+    Markup,
+    bar,
+    html_page,
+    key,
+    linear_axis,
+    marker,
+    plot,
+    polyline,
+    table,
+)
 from gt_trainer.report.dump_folder import RunRecord
 
 _STYLE = """
-:root { color-scheme: light dark; --line: #2f6fd0; --faint: #8884 }
+:root { --line: #2f6fd0 }
 @media (prefers-color-scheme: dark) { :root { --line: #7fb0ff } }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 76rem; padding: 1rem }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
 .charts { display: grid; gap: 1rem 2rem; margin-top: 1.5rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)) }
-figcaption { font-weight: 600 }
+figcaption { font-weight: 600 } code { overflow-wrap: anywhere }
 polyline { fill: none; stroke: var(--line); stroke-width: 1.6; stroke-linecap: round }
 .restart { stroke: #d0612f; stroke-width: 1.5; stroke-dasharray: 5 4 }
-.wide { overflow-x: auto } table { border-collapse: collapse }
-td, th { padding: .2rem .8rem .2rem 0; text-align: left; vertical-align: top }
-td, th { border-bottom: 1px solid var(--faint) }
-td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
-svg.bar { width: 30rem; max-width: 40vw; display: block; margin-top: .3rem }
-svg.swatch { width: .7rem; display: inline }
-.part0 { fill: #2f6fd0 } .part1 { fill: #8a8a8a } .part2 { fill: #c98a1b }
-.part3 { fill: #5a9b52 } .part4 { fill: #b8446c } .part5 { fill: #8884 }
-pre { overflow-x: auto } code { overflow-wrap: anywhere }
+td .bar { width: 30rem; max-width: 40vw }
 """.strip()
 
 _CHARTS = (
@@ -39,13 +40,14 @@ _CHARTS = (
     ("memory_gib", "memory", "GiB, peak of a rank", True),
     ("grad_norm", "gradient norm", "before clipping", True),
 )
+_VALIDATION = ("validation_loss", "validation loss", "nats a token", False)
 """Keys of ``metrics.jsonl``: what they are, their unit, whether 0 is on the axis."""
 
 
 def report_page(run: RunRecord) -> str:
     """The page as text."""
     title = f"Run {run.folder.resolve().name}"
-    sections = [
+    body = [
         f"<h1>{escape(title)}</h1>",
         _summary(run),
         _charts(run),
@@ -54,13 +56,7 @@ def report_page(run: RunRecord) -> str:
         _captures(run),
         _files(run),
     ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
-        f"<title>{escape(title)}</title>\n<style>\n{_STYLE}\n{PLOT_STYLE}\n</style>\n</head>\n<body>\n"
-        + "\n".join(filter(None, sections))
-        + "\n</body>\n</html>\n"
-    )
+    return html_page(title, body, style=_STYLE, colours=KINDS)
 
 
 def _summary(run: RunRecord) -> str:
@@ -79,28 +75,20 @@ def _summary(run: RunRecord) -> str:
     options = start.get("compile") or {}
     if options:
         facts["options"] = " ".join(f"--compile.{name} {value}" for name, value in options.items())
-    return _table([(name, str(value)) for name, value in facts.items()])
+    return table([(name, str(value)) for name, value in facts.items()])
 
 
 def _charts(run: RunRecord) -> str:
+    charts = [(run.steps, *chart) for chart in _CHARTS]
+    charts.append((run.validations, *_VALIDATION))
     figures = []
-    for key, title, unit, from_zero in _CHARTS:
-        points: list[Point] = [(each["step"], each[key]) for each in run.steps if key in each]
+    for records, key_of, title, unit, from_zero in charts:
+        points: list[Point] = [(each["step"], each[key_of]) for each in records if key_of in each]
         if points:
             drawn = line_chart(
                 points, title=title, unit=unit, marks=run.restarts, from_zero=from_zero
             )
             figures.append(f"<figure><figcaption>{title}</figcaption>\n{drawn}</figure>")
-    validation: list[Point] = [(each["step"], each["validation_loss"]) for each in run.validations]
-    if validation:
-        drawn = line_chart(
-            validation,
-            title="validation loss",
-            unit="nats a token",
-            marks=run.restarts,
-            from_zero=False,
-        )
-        figures.append(f"<figure><figcaption>validation loss</figcaption>\n{drawn}</figure>")
     note = ""
     if run.restarts:
         steps = ", ".join(f"{step:,}" for step in run.restarts)
@@ -119,7 +107,7 @@ def _starts(starts: Sequence[Mapping[str, Any]]) -> str:
         )
         for each in starts
     ]
-    return "<h2>Starts</h2>\n" + _table(rows, ("first step", "first update began", "ranks"))
+    return "<h2>Starts</h2>\n" + table(rows, ("first step", "first update began", "ranks"))
 
 
 def _startup(parts: Mapping[str, float]) -> str:
@@ -130,8 +118,8 @@ def _startup(parts: Mapping[str, float]) -> str:
     ]
     if not rows:
         return ""
-    return "<h2>Before the first update, of the newest start</h2>\n" + _table(
-        rows, ("part", "seconds", "processor seconds of rank 0"), numbers=True
+    return "<h2>Before the first update, of the newest start</h2>\n" + table(
+        rows, ("part", "seconds", "processor seconds of rank 0"), numbers=(1, 2)
     )
 
 
@@ -153,7 +141,7 @@ def _capture(capture: Mapping[str, Any]) -> str:
             )
             for each in records
         ]
-        lines.append(_table(rows, ("pass", "operators", "bytes to collectives", "done")))
+        lines.append(table(rows, ("pass", "operators", "bytes to collectives", "done")))
         lines.append(_operator_differences(records))
     # Runs of before have none.
     lines += (
@@ -167,7 +155,7 @@ def _capture(capture: Mapping[str, Any]) -> str:
 
 
 def _before_and_after(graphs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Of each graph that was captured here what its passes changed, by layer."""
+    """Yield tables of the changes that passes made to each captured graph, by layer."""
     known = [each for each in graphs if each["before"] and each["after"]]
     if not known:
         return
@@ -178,14 +166,14 @@ def _before_and_after(graphs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         "taken from collectives; left by the forward to the backward.</p>"
     )
     for number, each in enumerate(known, start=1):
-        table = before_and_after_table(each["before"], each["after"])
+        shown = before_and_after_table(each["before"], each["after"])
         if len(known) > 1:
-            table = f"<details><summary>Graph {number} of {len(known)}</summary>\n{table}</details>"
-        yield table
+            shown = f"<details><summary>Graph {number} of {len(known)}</summary>\n{shown}</details>"
+        yield shown
 
 
 def _operator_differences(records: Sequence[Mapping[str, Any]]) -> str:
-    """What each pass made more or fewer of; nothing if none did, or if the run kept no record."""
+    """Return the operators that each pass added or removed; "" without a record or a change."""
     rows = [
         (each["pass"], ", ".join(f"{count:+,} {name}" for name, count in differences.items()))
         for each in records
@@ -193,7 +181,7 @@ def _operator_differences(records: Sequence[Mapping[str, Any]]) -> str:
     ]
     if not rows:
         return ""
-    shown = _table(rows, ("pass", "operators after it, against before"))
+    shown = table(rows, ("pass", "operators after it, against before"))
     return f"<details><summary>Operators before and after each pass</summary>\n{shown}\n</details>"
 
 
@@ -206,32 +194,18 @@ def _what_a_pass_did(record: Mapping[str, Any]) -> Iterator[str]:
 def _files(run: RunRecord) -> str:
     if not run.files:
         return ""
-    rows = "\n".join(
-        f'<tr><td><a href="{_address(each.path)}"><code>{escape(each.path)}</code></a></td>'
-        f"<td>{escape(each.meaning)}</td></tr>"
+    rows = [
+        (
+            Markup(f'<a href="{_address(each.path)}"><code>{escape(each.path)}</code></a>'),
+            each.meaning,
+        )
         for each in run.files
-    )
-    return f'<h2>More</h2>\n<div class="wide"><table>\n{rows}\n</table></div>'
+    ]
+    return f"<h2>More</h2>\n{table(rows)}"
 
 
 def _address(path: str) -> str:
     return quote(path, errors="surrogateescape")
-
-
-def _table(
-    rows: Iterable[Sequence[str]], header: Sequence[str] = (), *, numbers: bool = False
-) -> str:
-    """A table; all columns but the first are numbers if asked."""
-    lines = []
-    if header:
-        lines.append("<tr>" + "".join(f"<th>{escape(each)}</th>" for each in header) + "</tr>")
-    for row in rows:
-        cells = (
-            f"<td{' class=number' if numbers and place else ''}>{escape(cell)}</td>"
-            for place, cell in enumerate(row)
-        )
-        lines.append("<tr>" + "".join(cells) + "</tr>")
-    return '<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>"
 
 
 # A line over steps, with axes, and marks where something happened.
@@ -256,13 +230,11 @@ def line_chart(
     if not finite:
         return f"<p>No {escape(title)} that is a number.</p>"
     lowest = 0.0 if from_zero else min(value for _, value in finite)
-    ticks = round_ticks(lowest, max(value for _, value in finite))
     first, last = points[0][0], max(points[-1][0], points[0][0] + 1)
     x = Axis(label="step", ticks=[(first, f"{first:g}"), (last, f"{last:g}")])
-    y = Axis(label=unit, ticks=[(tick, f"{tick:,.6g}") for tick in ticks])
+    y = linear_axis(unit, max(value for _, value in finite), lowest=lowest)
     lines = [
-        f'<line class="restart" x1="{x.place(mark):.2f}" x2="{x.place(mark):.2f}" y1="0" '
-        f'y2="100"><title>started again before step {mark:g}</title></line>'
+        marker(x=x.place(mark), style="restart", words=f"started again before step {mark:g}")
         for mark in marks
         if first <= mark <= last
     ]
@@ -271,7 +243,7 @@ def line_chart(
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """At most so many: of each run of points its lowest, highest and worst, in their order."""
+    """Return at most ``_MOST_POINTS`` points: extremes and gaps of each run of points, in order."""
     if len(points) <= _MOST_POINTS:
         return [*points]
     size = math.ceil(len(points) / (_MOST_POINTS // 2))
@@ -301,11 +273,16 @@ def _pieces(points: Sequence[Point]) -> Iterator[list[Point]]:
 
 
 # The graph of a run by its layers, as tables: as it runs, and before and after its passes.
-KINDS = ("forward", "loss", "backward", "optimizer", "collectives", "no phase")
-"""In the order of the bars."""
+KINDS = {
+    "forward": "#2f6fd0",
+    "loss": "#8a8a8a",
+    "backward": "#c98a1b",
+    "optimizer": "#5a9b52",
+    "collectives": "#b8446c",
+    "no phase": "#8884",
+}
+"""Colours of all kinds, in the order of the bars."""
 
-_WIDTH = 480
-_HEIGHT = 14
 _BYTES = " bytes"
 
 
@@ -318,13 +295,13 @@ def layer_table(counts: Mapping[str, Mapping[str, int]]) -> str:
     kinds = [kind for kind in KINDS if any(kind in each for each in counts.values())]
     rows = [(name, counts[first]) for name, first in _alike_together(counts)]
     largest = max((sum(each.values()) for _, each in rows), default=1) or 1
-    header = "".join(f"<th>{_swatch(kind)} {escape(kind)}</th>" for kind in kinds)
-    lines = [f"<tr><th>layer</th><th>operators</th>{header}</tr>"]
+    lines = []
     for name, found in rows:
-        numbers = "".join(f"<td class=number>{found.get(kind, 0):,}</td>" for kind in kinds)
-        bar = _bar([(kind, found.get(kind, 0)) for kind in kinds], largest=largest)
-        lines.append(f"<tr><td>{escape(name)}</td><td>{bar}</td>{numbers}</tr>")
-    return '<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>"
+        counts_of = {kind: found.get(kind, 0) for kind in kinds}
+        drawn = Markup(bar(counts_of, longest=largest))
+        lines.append((name, drawn, *(f"{count:,}" for count in counts_of.values())))
+    header = ("layer", "operators", *(Markup(key([kind])) for kind in kinds))
+    return table(lines, header, numbers=range(2, len(header)))
 
 
 def before_and_after_table(
@@ -334,19 +311,18 @@ def before_and_after_table(
 
     Args:
         before: numbers by layer and by what they are of.
-        after: likewise.
+        after: the same after the passes.
     """
     layers = {name: (before.get(name, {}), after.get(name, {})) for name in (*before, *after)}
     columns = {column: None for both in layers.values() for each in both for column in each}
     ordered = sorted(columns, key=lambda column: column.endswith(_BYTES))
-    header = "".join(f"<th>{escape(_headed(column))}</th>" for column in ordered)
-    lines = [f"<tr><th>layer</th>{header}</tr>"]
+    rows = []
     for name, first in _alike_together(layers):
         was, is_now = layers[first]
         cells = (_change(column, was.get(column, 0), is_now.get(column, 0)) for column in ordered)
-        numbers = "".join(f"<td class=number>{cell}</td>" for cell in cells)
-        lines.append(f"<tr><td>{escape(name)}</td>{numbers}</tr>")
-    return '<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>"
+        rows.append((name, *cells))
+    header = ("layer", *map(_headed, ordered))
+    return table(rows, header, numbers=range(1, len(header)))
 
 
 def _headed(column: str) -> str:
@@ -358,11 +334,11 @@ def _change(column: str, before: int, after: int) -> str:
         f"{each / 2**20:,.2f}" if column.endswith(_BYTES) else f"{each:,}"
         for each in (before, after)
     )
-    return was if before == after else f"<b>{was} → {is_now}</b>"
+    return was if before == after else Markup(f"<b>{was} → {is_now}</b>")
 
 
 def _alike_together(layers: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """What rows are called, and the first layer of each; equal neighbours have one."""
+    """Yield the name and the first layer of each row; equal neighbours share a row."""
     run: list[str] = []
     for name, found in layers.items():
         if run and not (layers[run[0]] == found and _stem(run[0]) == _stem(name) != ""):
@@ -374,32 +350,10 @@ def _alike_together(layers: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 
 
 def _stem(name: str) -> str:
-    """What a numbered layer is called before its number; nothing of another."""
+    """Return the name of a numbered layer without its number; "" for any other name."""
     stem, _, number = name.rpartition(".")
     return stem if number.isdigit() else ""
 
 
 def _named(run: list[str]) -> str:
     return run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}, each"
-
-
-def _swatch(kind: str) -> str:
-    return (
-        f'<svg class="swatch" viewBox="0 0 10 10">{_part(kind, start=0, width=10, height=10)}</svg>'
-    )
-
-
-def _bar(parts: list[tuple[str, int]], *, largest: int) -> str:
-    drawn, start = [], 0.0
-    for kind, count in parts:
-        width = _WIDTH * count / largest
-        drawn.append(_part(kind, start=start, width=width, height=_HEIGHT))
-        start += width
-    return f'<svg class="bar" viewBox="0 0 {_WIDTH} {_HEIGHT}">{"".join(drawn)}</svg>'
-
-
-def _part(kind: str, *, start: float, width: float, height: int) -> str:
-    return (
-        f'<rect class="part{KINDS.index(kind)}" x="{start:.1f}" width="{width:.1f}" '
-        f'height="{height}"/>'
-    )

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from gt_trainer.plot import Axis, Dot, linear_axis, plot, polyline, round_ticks
+from gt_config.pages import Axis, Dot, linear_axis, plot, polyline, round_ticks
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_steps_of_a_logarithmic_axis_are_equally_wide():
 def test_dots_and_lines_stand_at_their_values_and_words_are_escaped():
     x, y = linear_axis("x & y", 4.0), linear_axis("up", 2.0)
     line = polyline(x, y, [(0, 0), (4, 2)], style="front")
-    dot = Dot(x=1.0, y=2.0, style="best", words="a < b")
+    dot = Dot(x=1.0, y=2.0, kind="best", words="a < b")
     chart = ElementTree.fromstring(plot(x, y, line, title="of a test", dots=[dot]))
     (drawn,) = chart.iter("polyline")
     assert drawn.attrib["points"] == "0.00,100.00 100.00,0.00"
