@@ -13,9 +13,9 @@ from typing import Any
 
 from gt_config import Fingerprint
 from gt_trace.artifacts.container import Container
+from gt_trace.artifacts.coordinate_rules import decoded_rule
 from gt_trace.artifacts.folder import ArtifactFolder
 from gt_trace.artifacts.mesh_axes import MeshAxes
-from gt_trace.artifacts.rank_differences import at_coordinates
 from gt_trace.errors import ArtifactError
 from gt_trainer.artifacts.graph_folder import GraphFolder
 from gt_trainer.artifacts.rank_exchange import RankExchange
@@ -102,10 +102,11 @@ class NumberGraph:
     def decode(self, container: Container) -> list[Any]:
         if self.rank == self.refuses_on:
             raise ArtifactError("a value is missing here")
-        document = at_coordinates(container.document(STEP_SECTION), self.coordinates)
-        (node,) = document["nodes"]
-        numbers: list[Any] = node[3]
-        return numbers
+        (node,) = container.document(STEP_SECTION)["nodes"]
+        return [
+            decoded_rule(each).at(self.coordinates) if isinstance(each, list) else each
+            for each in node[3]
+        ]
 
     def verified(self, captured: list[Any]) -> list[Any]:
         self.verifications.append(self.rank)
@@ -130,6 +131,7 @@ def start(
     *,
     folder_of: Callable[[int], ArtifactFolder],
     identity_of: Callable[[Coordinates], dict[str, str]] = lambda at: {"model": "one"},
+    is_placed: bool = False,
     **graph: Any,
 ) -> Start:
     """Let every rank obtain its graph."""
@@ -153,6 +155,7 @@ def start(
                 folder=GraphFolder(folder_of(rank), axes=axes),
                 axes=axes,
                 exchange=ThreadExchange(rank=rank, wires=wires),  # type: ignore[arg-type]  # its methods
+                is_placed=is_placed,
             )
         except Exception as error:  # noqa: BLE001  # a test looks at it
             return error

@@ -72,7 +72,12 @@ class RunArtifacts:
         folder = GraphFolder(self.folder, axes=graph.axes)
         if is_first:
             shared = share_capture(
-                identity, graph, folder=folder, axes=graph.axes, exchange=exchange
+                identity,
+                graph,
+                folder=folder,
+                axes=graph.axes,
+                exchange=exchange,
+                is_placed=self.settings.compile.autoparallel,
             )
         else:
             shared = capture_alone(identity, graph, folder=folder, axes=graph.axes)

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trainer._torch_internals import local_shape_at, process_group_named
-from gt_trainer.artifacts.alike_ranks import AlikeRanks, Coordinates, spans
-from gt_trainer.artifacts.shared_capture import PIPELINE_AXIS
+from gt_trainer.artifacts.alike_ranks import PIPELINE_AXIS, AlikeRanks, Coordinates, spans
 from gt_trainer.dry_run.fake_pipeline import place_fake_stages, planned_pipeline
 from gt_trainer.dry_run.fake_step import fake_ranks, fake_step, meta_model
 from gt_trainer.precompile.rank_capture import artifacts_of, stored_stage
@@ -62,7 +61,7 @@ def alike_parts(config: GraphTrainer.Config, world_size: int) -> tuple[AlikePart
             by_shapes.setdefault(shapes, {})[rank] = places[rank]
         return tuple(
             AlikeParts(
-                alike=AlikeRanks(coordinates=ranks),
+                alike=AlikeRanks(coordinates=ranks, is_placed=config.compile.autoparallel),
                 stages={},
                 reason="their tensors have other shapes" if number else "",
             )
@@ -95,7 +94,7 @@ def _alike_stages(config: GraphTrainer.Config, world_size: int) -> tuple[AlikePa
             known.add(identity)
             parts.append(
                 AlikeParts(
-                    alike=AlikeRanks(coordinates=ranks),
+                    alike=AlikeRanks(coordinates=ranks, is_placed=config.compile.autoparallel),
                     stages=stages[identity, shapes],
                     reason=reason,
                 )
