@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Any
 
 from gt_config import Fingerprint
@@ -32,7 +30,6 @@ class _Wires:
     def __init__(self, num_ranks: int) -> None:
         self.barrier = threading.Barrier(num_ranks, timeout=SECONDS)
         self.board: list[Any] = [None] * num_ranks
-        self.queues: dict[tuple[int, int], SimpleQueue[bytes]] = defaultdict(SimpleQueue)
         self.num_broadcasts = 0
 
 
@@ -59,12 +56,6 @@ class ThreadExchange:
         received: bytes = self.wires.board[source]
         self.wires.barrier.wait()
         return received
-
-    def send(self, data: bytes, *, to: int) -> None:
-        self.wires.queues[self.rank, to].put(data)
-
-    def receive(self, *, source: int) -> bytes:
-        return self.wires.queues[source, self.rank].get(timeout=SECONDS)
 
     all_succeeded = RankExchange.all_succeeded
 

@@ -83,7 +83,7 @@ def rule_of(points: Sequence[tuple[Mapping[str, int], int]]) -> CoordinateRule |
     for some in (*([axis] for axis in axes), axes):
         equations = _Echelon()
         for place, value in points:
-            equations.add([*_row(place, some), Fraction(value)])
+            equations.add([*_row(place, some), value])
         found = equations.solve(1 + len(some))
         if found is not None and all(each.denominator == 1 for each in found):
             base, *steps = map(int, found)
@@ -92,24 +92,24 @@ def rule_of(points: Sequence[tuple[Mapping[str, int], int]]) -> CoordinateRule |
     return None
 
 
-def _row(place: Mapping[str, int], axes: Sequence[str]) -> list[Fraction]:
+def _row(place: Mapping[str, int], axes: Sequence[str]) -> list[int]:
     """Return what the base and each step are multiplied by on a rank."""
-    return [Fraction(1), *(Fraction(place[axis]) for axis in axes)]
+    return [1, *(place[axis] for axis in axes)]
 
 
 class _Echelon:
     """Linear equations in echelon form: each row is reduced by those before it."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[int, list[Fraction]]] = []
+        self._rows: list[tuple[int, list[int]]] = []
 
-    def add(self, row: Sequence[Fraction]) -> bool:
+    def add(self, row: Sequence[int]) -> bool:
         """Add a row. Return whether it is no linear combination of the rows before."""
         reduced = list(row)
         for pivot, known in self._rows:
             if reduced[pivot]:
-                factor = reduced[pivot] / known[pivot]
-                reduced = [a - factor * b for a, b in zip(reduced, known, strict=True)]
+                own, other = known[pivot], reduced[pivot]
+                reduced = [own * a - other * b for a, b in zip(reduced, known, strict=True)]
         first = next((n for n, each in enumerate(reduced) if each), None)
         if first is None:
             return False
@@ -122,6 +122,7 @@ class _Echelon:
         for pivot, row in sorted(self._rows, reverse=True):
             if pivot == width:
                 return None
-            rest = sum(a * b for a, b in zip(row[:width], solution, strict=True))
+            products = (a * b for a, b in zip(row[:width], solution, strict=True))
+            rest = sum(products, Fraction(0))
             solution[pivot] = (row[width] - rest) / row[pivot]
         return solution

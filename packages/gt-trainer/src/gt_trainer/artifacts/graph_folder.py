@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Generic, TypeVar
+from types import MappingProxyType
+from typing import Any, BinaryIO, Generic, TypeVar
 
 from torchtitan.tools.logging import logger
 
@@ -89,25 +90,12 @@ class GraphFolder:
         A folder that cannot be written is warned of, and so is a graph that no file can hold, of
         which no bytes are returned: this rank has its graph.
         """
-        buffer = io.BytesIO()
-        try:
-            write_container(
-                buffer,
-                kind=kind,
-                fingerprint=identity,
-                documents={
-                    STEP_SECTION: stored.step,
-                    _RULE_AXES: list(stored.rule_axes),
-                    **stored.documents,
-                },
-                blobs=stored.blobs,
-            )
-        except (ArtifactError, ValueError) as error:
-            logger.warning(f"--compile.artifacts: not stored: {error}")
-            return b""
-        data = buffer.getvalue()
-        self._write(identity, _GRAPH, data)
-        return data
+        documents = {
+            STEP_SECTION: stored.step,
+            _RULE_AXES: list(stored.rule_axes),
+            **stored.documents,
+        }
+        return self._write_container(identity, _GRAPH, kind, documents, stored.blobs)
 
     def take(
         self, identity: Fingerprint, graph: StorableGraph[CapturedT], data: bytes
@@ -127,12 +115,8 @@ class GraphFolder:
 
     def write_own_graphs(self, identity: Fingerprint, note: OwnGraphs) -> None:
         """Store that ranks share no graph. Warns as ``write_graph`` does."""
-        document = {_OWN_GRAPHS: {"reason": note.reason}}
-        buffer = io.BytesIO()
-        write_container(
-            buffer, kind=_OWN_GRAPHS_KIND, fingerprint=identity, documents=document, blobs={}
-        )
-        self._write(identity, _OWN_GRAPHS, buffer.getvalue())
+        documents = {_OWN_GRAPHS: {"reason": note.reason}}
+        self._write_container(identity, _OWN_GRAPHS, _OWN_GRAPHS_KIND, documents)
 
     def find_products(self, identity: Fingerprint) -> tuple[bytes, ...] | None:
         """Return the products of a compiler for the graph of a fingerprint, or None.
@@ -146,15 +130,8 @@ class GraphFolder:
 
     def write_products(self, identity: Fingerprint, products: Sequence[bytes]) -> None:
         """Store what a compiler made for the graph of a fingerprint."""
-        buffer = io.BytesIO()
-        write_container(
-            buffer,
-            kind=_PRODUCTS_KIND,
-            fingerprint=identity,
-            documents={},
-            blobs={str(number): product for number, product in enumerate(products)},
-        )
-        self._write(identity, _PRODUCTS, buffer.getvalue())
+        blobs = {str(number): product for number, product in enumerate(products)}
+        self._write_container(identity, _PRODUCTS, _PRODUCTS_KIND, blobs=blobs)
 
     def _own(self, identity: Fingerprint, name: str) -> Path | None:
         """An entry that this user or the machine's own wrote; None if there is none.
@@ -185,6 +162,26 @@ class GraphFolder:
                 )
             captured = graph.decode(container)
         return Loaded(captured=captured, path=path, sha256=container.sha256, rule_axes=tuple(axes))
+
+    def _write_container(
+        self,
+        identity: Fingerprint,
+        name: str,
+        kind: str,
+        documents: Mapping[str, Any] = MappingProxyType({}),
+        blobs: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> bytes:
+        buffer = io.BytesIO()
+        try:
+            write_container(
+                buffer, kind=kind, fingerprint=identity, documents=documents, blobs=blobs
+            )
+        except (ArtifactError, ValueError) as error:
+            logger.warning(f"--compile.artifacts: not stored: {error}")
+            return b""
+        data = buffer.getvalue()
+        self._write(identity, name, data)
+        return data
 
     def _write(self, identity: Fingerprint, name: str, data: bytes) -> Path | None:
         try:

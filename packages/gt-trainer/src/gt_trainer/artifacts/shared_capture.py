@@ -35,7 +35,7 @@ from gt_trainer.artifacts.graph_folder import (
     at_places,
     contents_of,
 )
-from gt_trainer.artifacts.rank_exchange import ALONE, RankExchange
+from gt_trainer.artifacts.rank_exchange import RankExchange
 from gt_trainer.artifacts.storable_graph import StorableGraph, StoredGraph
 
 CapturedT = TypeVar("CapturedT")
@@ -120,24 +120,6 @@ def share_capture(
     return sharing.run(is_placed=is_placed)
 
 
-def capture_alone(
-    identity: Fingerprint,
-    graph: StorableGraph[CapturedT],
-    *,
-    folder: GraphFolder,
-    axes: MeshAxes,
-) -> SharedGraph[CapturedT]:
-    """Return the graph of this rank without exchanging anything: stored before, or captured here.
-
-    No capture proves that it is the graph of any other rank. It is stored for ranks at the place of
-    this one.
-
-    Raises what ``share_capture`` raises.
-    """
-    identity = at_places(identity, tuple(axes.coordinates), axes.coordinates)
-    return share_capture(identity, graph, folder=folder, axes=axes, exchange=ALONE)
-
-
 class _Sharing(Generic[CapturedT]):
     def __init__(
         self,
@@ -156,6 +138,9 @@ class _Sharing(Generic[CapturedT]):
         self._rank = exchange.rank
         self._captured: CapturedT | None = None
         self._stored: StoredGraph | None = None
+        self._document: bytes | None = None
+        """The document of the captured graph, if it can be stored."""
+
         self._loaded: Loaded[CapturedT] | None = None
         self._is_verified = False
         """Whether what is loaded has been verified, here or by a rank that loaded the same."""
@@ -238,15 +223,17 @@ class _Sharing(Generic[CapturedT]):
 
     def _compare(self, classes: Sequence[_Class], own: _Class) -> None:
         """Capture on the witnesses of classes, and settle which classes share a graph."""
-        self._capture(own in classes and self._rank in own.alike.witnesses, is_stored=True)
-        document = None if self._stored is None else _document_bytes(self._stored.step)
+        for each in classes:
+            each.captured_by = each.alike.witnesses
+        self._capture(own in classes and self._rank in own.captured_by, is_stored=True)
+        document = self._document
         digests = self._exchange.gather(document and hashlib.sha256(document).hexdigest())
-        arrived = self._collect(classes, digests, document)
+        arrived = self._collect(classes, digests)
         failed: Exception | None = None
         verdict: dict[str, Any] | None = None
         if own in classes and self._rank == own.source:
             try:
-                if all(digests[rank] is not None for rank in own.alike.witnesses):
+                if all(digests[rank] is not None for rank in own.captured_by):
                     assert document is not None
                     verdict = self._verdict(own, document, arrived)
             except Exception as error:  # noqa: BLE001  # other ranks must hear of whatever it is
@@ -254,7 +241,6 @@ class _Sharing(Generic[CapturedT]):
         self._exchange.all_succeeded(failed, what="could not compare captures")
         verdicts = self._exchange.gather(verdict)
         for each in classes:
-            each.captured_by = each.alike.witnesses
             found = verdicts[each.source]
             each.is_shared = found is not None and not found["reason"]
             each.is_storable = found is not None
@@ -263,25 +249,23 @@ class _Sharing(Generic[CapturedT]):
                 each.num_rules, each.rule_axes = found["num_rules"], tuple(found["rule_axes"])
 
     def _collect(
-        self, classes: Sequence[_Class], digests: Sequence[str | None], document: bytes | None
+        self, classes: Sequence[_Class], digests: Sequence[str | None]
     ) -> dict[int, bytes]:
-        """Send documents to the lowest rank of each class, except those that equal its own.
+        """Broadcast the documents that differ from the one of the lowest rank of their class.
 
         Returns:
-            The documents that arrived at this rank, by rank.
+            The documents for this rank to compare, by rank.
         """
         arrived: dict[int, bytes] = {}
         for each in classes:
-            for rank in each.alike.witnesses[1:]:
-                if None in (digests[rank], digests[each.source]):
+            ours = digests[each.source]
+            for rank in each.captured_by[1:]:
+                if ours is None or digests[rank] in (None, ours):
                     continue
-                if digests[rank] == digests[each.source]:
-                    continue
-                if self._rank == rank:
-                    assert document is not None
-                    self._exchange.send(document, to=each.source)
-                elif self._rank == each.source:
-                    arrived[rank] = self._exchange.receive(source=rank)
+                sent = self._document if self._rank == rank else None
+                received = self._exchange.broadcast(sent, source=rank)
+                if self._rank == each.source:
+                    arrived[rank] = received
         return arrived
 
     def _verdict(
@@ -291,8 +275,7 @@ class _Sharing(Generic[CapturedT]):
         assert self._stored is not None
         ours = json.loads(document)
         documents = {
-            rank: json.loads(arrived[rank]) if rank in arrived else ours
-            for rank in own.alike.witnesses
+            rank: json.loads(arrived[rank]) if rank in arrived else ours for rank in own.captured_by
         }
         comparison = compare_documents(documents, own.alike.coordinates)
         if comparison.unruled:
@@ -336,8 +319,9 @@ class _Sharing(Generic[CapturedT]):
         """Capture where no other rank has a graph that this one can use; store it if apart."""
         is_stored = not own.is_shared and own.is_storable
         self._capture(self._loaded is None and self._captured is None, is_stored=is_stored)
-        if is_stored:
+        if not own.is_shared:
             self._identity = self._at_own_place()
+        if is_stored:
             self._write()
         captured = self._exchange.gather(self._captured is not None)
         for each in classes:
@@ -357,6 +341,7 @@ class _Sharing(Generic[CapturedT]):
                 self._captured = self._graph.capture()
                 if is_stored:
                     self._stored = self._graph.encode(self._captured)
+                    self._document = _document_bytes(self._stored.step)
             except ArtifactError as error:
                 if self._captured is None:
                     failed = error

@@ -8,11 +8,15 @@ is decided as in a run (``artifacts.alike_ranks``).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from gt_config import explain_difference
 from gt_passes.simulation import Hardware
@@ -20,17 +24,31 @@ from gt_trace.artifacts.folder import ArtifactFolder
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.artifacts.rank_differences import compare_documents, with_rules
 from gt_trace.errors import ArtifactError
-from gt_trainer.artifacts.alike_ranks import RankGroup, groups_text
+from gt_trainer._torch_internals import local_shape_at, process_group_named
+from gt_trainer.artifacts.alike_ranks import (
+    PIPELINE_AXIS,
+    AlikeRanks,
+    Coordinates,
+    RankGroup,
+    groups_text,
+    spans,
+)
 from gt_trainer.artifacts.graph_folder import GraphFolder, OwnGraphs, at_places
 from gt_trainer.artifacts.run_artifacts import artifact_folder
 from gt_trainer.artifacts.run_identity import Machine, environment
+from gt_trainer.dry_run.fake_pipeline import place_fake_stages, planned_pipeline
+from gt_trainer.dry_run.fake_step import fake_ranks, fake_step, meta_model
 from gt_trainer.dry_run.simulated_balance import balance_before_training, with_stages
 from gt_trainer.launcher import run_in_child
 from gt_trainer.parallelism_options import balance_of
 from gt_trainer.placement.kept_plan import PLAN_FILE, plan_file_of, with_plan_file
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
-from gt_trainer.precompile.alike_parts import AlikeParts, alike_parts
-from gt_trainer.precompile.rank_capture import RankCapture, capture_as_rank
+from gt_trainer.precompile.rank_capture import (
+    RankCapture,
+    artifacts_of,
+    capture_as_rank,
+    stored_stage,
+)
 from gt_trainer.quantization.quantized_model import with_quantized_model
 from gt_trainer.trainer import GraphTrainer
 
@@ -207,3 +225,138 @@ def _check_alike(part: AlikeParts, found: Mapping[int, RankCapture]) -> None:
 
 def _in_child(function: Callable[[], Any]) -> Any:
     return run_in_child(function, timeout_seconds=CAPTURE_SECONDS)
+
+
+# Which ranks of a run that nobody has started seem alike, each with what it captures.
+#
+# All are found from the first rank: it places every stage of a pipeline on its own meshes, since
+# other pipeline ranks hold other stages over meshes of the same shape. Ranks that hold other
+# shapes are told apart by how tensors are placed, and stages by what would identify their
+# graphs.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlikeParts:
+    """Ranks of which nothing is known in which their graphs of some part of the model differ."""
+
+    alike: AlikeRanks
+    stages: Mapping[int, int]
+    """Which stage of a pipeline each rank would capture; empty without a pipeline."""
+
+    reason: str
+    """Why these ranks are apart from the first; "" of those."""
+
+    @property
+    def name(self) -> str:
+        """What part of the model it is; "" of the whole."""
+        found = sorted({*self.stages.values()})
+        if not found:
+            return ""
+        return f"stage{'s' if len(found) > 1 else ''} {', '.join(spans(found))}"
+
+
+def alike_parts(config: GraphTrainer.Config, world_size: int) -> tuple[AlikeParts, ...]:
+    """In a process without a group, which becomes the first rank: what all ranks would capture.
+
+    Args:
+        config: a finished configuration that ``preflight`` accepts.
+        world_size: number of ranks, none of which is started.
+    """
+    if config.parallelism.pipeline_parallel_degree > 1:
+        return _alike_stages(config, world_size)
+    with fake_step(config, world_size) as step:
+        axes = artifacts_of(config, step.parallel_dims, [step.model]).axes(step.model)
+        places = _places(axes, world_size)
+        by_shapes: dict[object, dict[int, Coordinates]] = {}
+        for rank, shapes in _shapes(step.model, axes, places).items():
+            by_shapes.setdefault(shapes, {})[rank] = places[rank]
+        return tuple(
+            AlikeParts(
+                alike=AlikeRanks(coordinates=ranks, is_placed=config.compile.autoparallel),
+                stages={},
+                reason="their tensors have other shapes" if number else "",
+            )
+            for number, ranks in enumerate(by_shapes.values())
+        )
+
+
+def _alike_stages(config: GraphTrainer.Config, world_size: int) -> tuple[AlikeParts, ...]:
+    with fake_ranks(world_size):
+        built = meta_model(config, world_size)
+        plan = planned_pipeline(config)
+        placed = place_fake_stages(config, built, plan, range(plan.schedule.num_stages))
+        found: dict[tuple[str, object], dict[int, Coordinates]] = {}
+        stages: dict[tuple[str, object], dict[int, int]] = {}
+        artifacts = artifacts_of(config, built.parallel_dims, list(placed.parts.values()))
+        for index, part in placed.parts.items():
+            graph = stored_stage(placed, index, artifacts)
+            axes, identity = graph.axes, artifacts.identity(graph).digest
+            places = _places(axes, world_size)
+            for rank, shapes in _shapes(part, axes, places).items():
+                if index in plan.schedule.stages_of_rank(places[rank][PIPELINE_AXIS]):
+                    found.setdefault((identity, shapes), {})[rank] = places[rank]
+                    stages.setdefault((identity, shapes), {}).setdefault(rank, index)
+        parts: list[AlikeParts] = []
+        known: set[str] = set()
+        for (identity, shapes), ranks in found.items():
+            reason = "their tensors have other shapes" if identity in known else ""
+            if known and not reason:
+                reason = "they hold another stage"
+            known.add(identity)
+            parts.append(
+                AlikeParts(
+                    alike=AlikeRanks(coordinates=ranks, is_placed=config.compile.autoparallel),
+                    stages=stages[identity, shapes],
+                    reason=reason,
+                )
+            )
+        return tuple(parts)
+
+
+def _places(axes: MeshAxes, world_size: int) -> dict[int, dict[str, int]]:
+    """Where every rank stands, by what the first rank knows of its own meshes."""
+    steps = {label: _stride(axes, label) for label in axes.coordinates}
+    return {
+        rank: {label: rank // steps[label] % axes.sizes[label] for label in steps}
+        for rank in range(world_size)
+    }
+
+
+def _stride(axes: MeshAxes, label: str) -> int:
+    """How far apart neighbours along an axis are; the first rank stands at the start of each."""
+    ranks = dist.get_process_group_ranks(process_group_named(axes.group(label)))
+    stride = ranks[1] if len(ranks) > 1 else 1
+    assert ranks == [n * stride for n in range(len(ranks))], f"axis {label} is irregular: {ranks}"
+    return stride
+
+
+def _shapes(
+    model: torch.nn.Module, axes: MeshAxes, places: Mapping[int, Coordinates]
+) -> dict[int, Any]:
+    """On each rank, the shapes of what is split unevenly somewhere."""
+    uneven = list(_uneven(model, axes))
+    return {
+        rank: tuple(
+            local_shape_at(tensor, [at[label] for label in labels]) for tensor, labels in uneven
+        )
+        for rank, at in places.items()
+    }
+
+
+def _uneven(model: torch.nn.Module, axes: MeshAxes) -> Iterator[tuple[DTensor, list[str]]]:
+    """Parameters and buffers whose parts are of several shapes, one of each kind, and their axes.
+
+    Their first and last parts differ, whatever torch's rule for the remainder.
+    """
+    seen: set[object] = set()
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not isinstance(tensor, DTensor):
+            continue
+        mesh = tensor.device_mesh
+        kind = (tensor.shape, tensor.placements, mesh)
+        ends = ([0] * mesh.ndim, [size - 1 for size in mesh.shape])
+        if kind in seen or len({local_shape_at(tensor, end) for end in ends}) == 1:
+            continue
+        seen.add(kind)
+        yield (
+            tensor,
+            [axes.label_of_group(mesh.get_group(dim).group_name) for dim in range(mesh.ndim)],
+        )

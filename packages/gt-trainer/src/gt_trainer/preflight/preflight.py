@@ -31,13 +31,13 @@ from gt_passes import known_passes
 from gt_trainer.decoder.expert_layers import expert_layers
 from gt_trainer.device import intended_device_type
 from gt_trainer.models.hugging_face.causal_model import CausalModel
-from gt_trainer.preflight.context_parallel_violations import context_parallel_violations
 from gt_trainer.preflight.machine_violations import machine_violations
 from gt_trainer.preflight.option_declarations import ModelNumbers, RunNumbers
 from gt_trainer.preflight.pass_options import RunOptions, bitwise_violations, pass_violations
 from gt_trainer.preflight.pipeline_violations import pipeline_violations
 from gt_trainer.preflight.placement_violations import (
     autoparallel_violations,
+    context_parallel_violations,
     unsupported_placement,
 )
 from gt_trainer.preflight.plain_settings import (
