@@ -34,6 +34,9 @@ DEEPSEEK_V3 = Case(
     seq_len=32,
     parallelism={"data_parallel_shard_degree": 4, "expert_parallel_degree": 2},
 )
+SHARED_SEQUENCES = replace(
+    LLAMA3, parallelism={"data_parallel_shard_degree": 2, "context_parallel_degree": 2}
+)
 SMALL = replace(LLAMA3, num_layers=1, batch_size=1, parallelism={"tensor_parallel_degree": 2})
 ONE_RANK = Case(module="llama3", config="llama3_debugmodel", seq_len=32)
 ALIKE_STAGES = PipelineCase(
@@ -151,6 +154,7 @@ def test_a_later_start_of_a_placed_model_trains_from_what_an_earlier_one_stored(
             options={"ep_overlap": EpOverlapConfig(enabled=True, strategy="eager")},
         ),
         Expected(case=QWEN3_MOE),
+        Expected(case=SHARED_SEQUENCES),
         replace(TP_ALONE, options={"mode": "aot_joint"}),
         replace(TP, options={"mode": "aot_joint", "joint_partitioner": "save_all"}),
         PLACED,

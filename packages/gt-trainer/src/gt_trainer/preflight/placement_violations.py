@@ -17,8 +17,6 @@ from gt_trainer.decoder.own_masks import makes_own_masks
 from gt_trainer.device import intended_device_type
 from gt_trainer.parallelism_options import balance_of
 
-_LEAVE_OUT = "leave the flag out"
-
 
 def unsupported_placement(
     parallelism: ParallelismConfig, training: TrainingConfig, *, activation_checkpoint: object
@@ -29,7 +27,6 @@ def unsupported_placement(
             flag="--parallelism.spmd_backend",
             value=parallelism.spmd_backend,
             allowed="'partial_dtensor', whose collectives a capture records",
-            fix=_LEAVE_OUT,
         )
     for flag, is_set in (
         ("--parallelism.enable_fsdp_symm_mem", parallelism.enable_fsdp_symm_mem),
@@ -40,7 +37,6 @@ def unsupported_placement(
                 flag=flag,
                 value=True,
                 allowed="False: it configures torch's FSDP2, which is not used here",
-                fix=_LEAVE_OUT,
             )
     if activation_checkpoint is not None:
         yield Violation(
@@ -68,7 +64,7 @@ def autoparallel_violations(config: Any, topology: Topology) -> Iterator[Violati
             flag="--compile.autoparallel",
             value=True,
             allowed=f"False on one rank{a_stage}: there is nothing to place",
-            fix=f"{_LEAVE_OUT}, or use more processes",
+            fix="leave the flag out, or use more processes",
         )
     if topology.pp > 1 and balance_of(config.parallelism) == "simulated":
         yield Violation(
@@ -88,7 +84,6 @@ def autoparallel_violations(config: Any, topology: Topology) -> Iterator[Violati
             flag="--compile.autoparallel_solver.experts",
             value=experts,
             allowed="'any' for a model without experts",
-            fix=_LEAVE_OUT,
         )
     if topology.ep > 1 and topology.tp > 1:
         yield from _experts_over_tensor_parallel_ranks(topology)
@@ -99,7 +94,7 @@ def autoparallel_violations(config: Any, topology: Topology) -> Iterator[Violati
             value=True,
             allowed="False for a model that attends with VarlenAttention, which has no placement "
             "rule",
-            fix=f"{_LEAVE_OUT}, or choose a --config that attends with FlexAttention",
+            fix="leave the flag out, or choose a --config that attends with FlexAttention",
         )
     if attends_with_flex_attention(model) and intended_device_type() != "cpu":
         yield from _eager_flex_attention(config)
@@ -134,14 +129,12 @@ def _eager_flex_attention(config: Any) -> Iterator[Violation]:
             flag="--compile.mode",
             value="none",
             allowed=f"a captured mode with --compile.autoparallel: {why}",
-            fix=_LEAVE_OUT,
         )
     if config.validator.enable:
         yield Violation(
             flag="--validator.enable",
             value=True,
             allowed=f"False with --compile.autoparallel, since validation is eager: {why}",
-            fix=_LEAVE_OUT,
         )
 
 
@@ -172,14 +165,12 @@ def context_parallel_violations(config: Any, topology: Topology) -> Iterator[Vio
             flag=_BALANCER,
             value=balancer,
             allowed=f"its default 'headtail' with {_DEGREE} 1: nothing is divided",
-            fix=_LEAVE_OUT,
         )
     if mask_key is not None:
         yield Violation(
             flag=_MASK_KEY,
             value=mask_key,
             allowed="None: the layers of our models have one mask",
-            fix=_LEAVE_OUT,
         )
     model = config.model_spec.model if config.model_spec is not None else None
     if topology.cp == 1 or not isinstance(model, Decoder.Config):
@@ -190,7 +181,6 @@ def context_parallel_violations(config: Any, topology: Topology) -> Iterator[Vio
             value=topology.cp,
             allowed="1 for a model whose layers have masks of their own: it makes them for whole "
             "sequences in their order, and ranks that share one have it in another",
-            fix=_LEAVE_OUT,
         )
     inner = getattr(model.first_attention, "inner_attention", None)
     if isinstance(inner, VarlenAttention.Config):
@@ -199,7 +189,7 @@ def context_parallel_violations(config: Any, topology: Topology) -> Iterator[Vio
             value=topology.cp,
             allowed="1 for a model that attends with VarlenAttention: it finds documents by where "
             "they begin and end, and has as many queries of each as keys",
-            fix=f"{_LEAVE_OUT}, or choose a --config that attends with FlexAttention",
+            fix="leave the flag out, or choose a --config that attends with FlexAttention",
         )
     block = _block_of_queries(inner, balancer)
     if block is not None and topology.seq_len % (topology.cp * block):
