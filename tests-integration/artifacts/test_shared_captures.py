@@ -155,6 +155,12 @@ def test_a_later_start_of_a_placed_model_trains_from_what_an_earlier_one_stored(
         ),
         Expected(case=QWEN3_MOE),
         Expected(case=SHARED_SEQUENCES),
+        Expected(
+            case=SHARED_SEQUENCES,
+            options={"context_parallel": "ring"},
+            captures=(0, 1, 2, 3),  # each sends to another part of its message
+            says="1 group of ranks\n  ranks 0-3: each has its own graph, captured by ranks 0-3; ",
+        ),
         replace(TP_ALONE, options={"mode": "aot_joint"}),
         replace(TP, options={"mode": "aot_joint", "joint_partitioner": "save_all"}),
         PLACED,
