@@ -27,8 +27,12 @@ from artifacts.grouped_workloads import GROUPED, WORLD_SIZE  # noqa: E402
 
 from gt_trainer.artifacts.alike_ranks import RankGroup, groups_text  # noqa: E402
 from gt_trainer.launcher import run_in_child  # noqa: E402
-from gt_trainer.precompile.alike_parts import AlikeParts, alike_parts  # noqa: E402
-from gt_trainer.precompile.precompile import CAPTURE_SECONDS, store_graphs  # noqa: E402
+from gt_trainer.precompile.precompile import (  # noqa: E402
+    CAPTURE_SECONDS,
+    AlikeParts,
+    alike_parts,
+    store_graphs,
+)
 
 __all__ = ["groups_of_stages", "main"]
 

@@ -34,6 +34,9 @@ DEEPSEEK_V3 = Case(
     seq_len=32,
     parallelism={"data_parallel_shard_degree": 4, "expert_parallel_degree": 2},
 )
+SHARED_SEQUENCES = replace(
+    LLAMA3, parallelism={"data_parallel_shard_degree": 2, "context_parallel_degree": 2}
+)
 SMALL = replace(LLAMA3, num_layers=1, batch_size=1, parallelism={"tensor_parallel_degree": 2})
 ONE_RANK = Case(module="llama3", config="llama3_debugmodel", seq_len=32)
 ALIKE_STAGES = PipelineCase(
@@ -80,19 +83,21 @@ class Expected:
     says: str = "1 group of ranks\n  ranks 0-3: captured by 0, compared with rank 3"
 
 
-TP = Expected(
-    case=LLAMA3,
-    captures=(0, 1, 3),
+TP_ALONE = Expected(
+    case=replace(LLAMA3, parallelism={"tensor_parallel_degree": 4}),
+    captures=(0, 1, 3),  # rank 2 runs numbers that no rank has captured
     says="captured by 0, compared with ranks 1, 3; ",
 )
 
 
-PLACED = Expected(
+TP = Expected(
     case=LLAMA3,
-    options=placed(0.025),
-    captures=(0, 1, 2, 3),  # one at each corner of the mesh, since some numbers follow both axes
+    captures=(0, 1, 2, 3),  # a neighbor along each axis, and one that confirms them
     says="1 group of ranks\n  ranks 0-3: captured by 0, compared with ranks 1-3; ",
 )
+
+
+PLACED = replace(TP, options=placed(0.025))
 
 
 def test_a_later_start_trains_from_what_an_earlier_one_stored(tmp_path: Path):
@@ -130,12 +135,13 @@ def test_a_later_start_of_a_placed_model_trains_from_what_an_earlier_one_stored(
 @pytest.mark.parametrize(
     "expected",
     [
+        TP_ALONE,
         TP,
-        replace(TP, options={"memory_policy": "selective"}),
-        replace(TP, options={"memory_policy": "full_recompute"}),
-        replace(TP, options={"memory_policy": "offload"}),
+        replace(TP_ALONE, options={"memory_policy": "selective"}),
+        replace(TP_ALONE, options={"memory_policy": "full_recompute"}),
+        replace(TP_ALONE, options={"memory_policy": "offload"}),
         replace(TP, options={"fsdp_second_group": True, "inductor_compilation": "regional"}),
-        replace(TP, case=replace(LLAMA3, gradient_accumulation_steps=2)),
+        replace(TP_ALONE, case=replace(TP_ALONE.case, gradient_accumulation_steps=2)),
         replace(
             TP,
             case=replace(LLAMA3, gradient_accumulation_steps=2),
@@ -148,7 +154,14 @@ def test_a_later_start_of_a_placed_model_trains_from_what_an_earlier_one_stored(
             options={"ep_overlap": EpOverlapConfig(enabled=True, strategy="eager")},
         ),
         Expected(case=QWEN3_MOE),
-        replace(TP, options={"mode": "aot_joint"}),
+        Expected(case=SHARED_SEQUENCES),
+        Expected(
+            case=SHARED_SEQUENCES,
+            options={"context_parallel": "ring"},
+            captures=(0, 1, 2, 3),  # each sends to another part of its message
+            says="1 group of ranks\n  ranks 0-3: each has its own graph, captured by ranks 0-3; ",
+        ),
+        replace(TP_ALONE, options={"mode": "aot_joint"}),
         replace(TP, options={"mode": "aot_joint", "joint_partitioner": "save_all"}),
         PLACED,
         replace(PLACED, options=placed(0.025, inductor_compilation="autoparallel_backend")),

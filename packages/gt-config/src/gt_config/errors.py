@@ -19,7 +19,7 @@ training job report them to each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -36,7 +36,7 @@ class Violation:
     allowed: str
     """What would have been accepted, in words."""
 
-    fix: str
+    fix: str = "leave the flag out"
     """What to do, in words; it names flags and values."""
 
     def __str__(self) -> str:
@@ -76,13 +76,22 @@ class ConfigError(GtConfigError, ValueError):
         super().__init__(self.violations)
 
     def __str__(self) -> str:
-        count = len(self.violations)
-        lines = [f"the configuration has {count} problem{'' if count == 1 else 's'}:"]
-        for number, violation in enumerate(self.violations, start=1):
-            bullet = f"  {number}. "
-            indent = "\n" + " " * len(bullet)
-            lines.append(bullet + indent.join(str(violation).splitlines()))
-        return "\n".join(lines)
+        return numbered_problems("the configuration", self.violations)
+
+
+def numbered_problems(of: str, problems: Sequence[object]) -> str:
+    """Return a heading and each problem with its number, further lines indented.
+
+    Args:
+        of: the part of a run that has the problems.
+        problems: texts, or objects that print as such.
+    """
+    count = len(problems)
+    lines = [f"{of} has {count} problem{'' if count == 1 else 's'}:"]
+    for number, problem in enumerate(problems, start=1):
+        bullet = f"  {number}. "
+        lines.append(bullet + f"\n{' ' * len(bullet)}".join(str(problem).splitlines()))
+    return "\n".join(lines)
 
 
 class SelectorSyntaxError(GtConfigError, ValueError):

@@ -2,21 +2,18 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gt_trace.artifacts.coordinate_rules import (
-    CoordinateRule,
-    telling_ranks,
-    telling_ranks_of_sums,
-)
+from gt_trace.artifacts.coordinate_rules import CoordinateRule, decoded_rule, proving_ranks
 from gt_trace.artifacts.rank_differences import (
-    at_coordinates,
+    Comparison,
+    compare_documents,
     document_differences,
-    rules_of,
     with_rules,
 )
 
@@ -45,23 +42,6 @@ def test_numbers_that_a_node_takes_and_places_of_pieces_may_follow_a_rule() -> N
     ]
 
 
-def test_operands_that_changed_places_follow_no_rule() -> None:
-    places = places_of(tp=2)
-    captures = []
-    for place in places:
-        made = document()
-        made["content"]["graph"]["nodes"][1][3] = [["n", place["tp"]], ["n", 1 - place["tp"]]]
-        captures.append((place, made))
-
-    rules, unruled = rules_of(captures, places)
-
-    assert rules == {}
-    assert [str(each) for each in unruled] == [
-        "content/graph/nodes/1/3/0: ['n', 0] and ['n', 1]",
-        "content/graph/nodes/1/3/1: ['n', 1] and ['n', 0]",
-    ]
-
-
 def test_shapes_may_not() -> None:
     (found,) = document_differences(document(shape=4), document(shape=3))
 
@@ -69,173 +49,212 @@ def test_shapes_may_not() -> None:
     assert str(found) == "values/0/1: 4 and 3"
 
 
-def places_of(**sizes: int) -> list[dict[str, int]]:
+Place = dict[str, int]
+
+
+def places_of(**sizes: int) -> list[Place]:
     ranges = [range(size) for size in sizes.values()]
     return [dict(zip(sizes, each, strict=True)) for each in itertools.product(*ranges)]
 
 
-def test_two_captures_that_do_not_tell_two_axes_apart_give_no_rule() -> None:
+def compared(
+    document_of: Callable[[Place], Any], places: list[Place], ranks: list[int] | None = None
+) -> Comparison:
+    """What captures of some ranks say, or of those that prove rules."""
+    ranks = proving_ranks(places) if ranks is None else ranks
+    documents = {rank: document_of(places[rank]) for rank in ranks}
+    return compare_documents(documents, dict(enumerate(places)))
+
+
+def of_number(number: Callable[[Place], int]) -> Callable[[Place], Any]:
+    """Documents that differ in one number."""
+    return lambda place: document(number(place))
+
+
+def test_equal_documents_at_two_places_have_no_differences() -> None:
+    found = compared(of_number(lambda at: 3), places_of(fsdp=128, tp=8), [0, 1023])
+
+    assert (found.rules, found.unruled, found.reason()) == ({}, [], "")
+
+
+def test_operands_that_changed_places_follow_no_rule() -> None:
+    def turned(place: Place) -> Any:
+        made = document()
+        made["content"]["graph"]["nodes"][1][3] = [["n", place["tp"]], ["n", 1 - place["tp"]]]
+        return made
+
+    found = compared(turned, places_of(tp=2))
+
+    assert found.rules == {}
+    assert found.reason() == (
+        "content/graph/nodes/1/3/0: ['n', 0] and ['n', 1]; "
+        "content/graph/nodes/1/3/1: ['n', 1] and ['n', 0]"
+    )
+
+
+def test_another_number_of_nodes_follows_no_rule() -> None:
+    def longer(place: Place) -> Any:
+        made = document()
+        made["content"]["graph"]["nodes"] *= 1 + place["tp"]
+        return made
+
+    assert len(compared(longer, places_of(fsdp=2, tp=2)).unruled) == 1
+
+
+@pytest.mark.parametrize("ranks", [[0, 3], [0, 1, 3], [0, 1, 2]])
+def test_captures_that_leave_a_doubt_give_no_rule(ranks: list[int]) -> None:
     places = places_of(fsdp=2, tp=2)
-    captures = [(place, document(8 * place["tp"])) for place in places]
+    found = compared(of_number(lambda at: 8 * at["tp"]), places, ranks)
 
-    rules, unruled = rules_of([captures[0], captures[3]], places)
-    assert (rules, [each.is_number for each in unruled]) == ({}, [True])
-
-    rules, unruled = rules_of([captures[0], captures[3], captures[1]], places)
-    assert unruled == []
-    assert rules == {(*NODE, 3, 1): CoordinateRule(base=0, steps={"tp": 8})}
+    assert (found.rules, [each.is_number for each in found.unruled]) == ({}, [True])
 
 
-def test_what_is_no_straight_line_follows_no_rule() -> None:
-    places = places_of(tp=4)
-    last_is_short = [0, 8, 16, 20]
-    captures = [(place, document(last_is_short[place["tp"]])) for place in places]
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tp": 2}, {"fsdp": 128, "tp": 8}, {"tp": 3}])
+def test_a_number_in_a_straight_line_becomes_a_rule(sizes: dict[str, int]) -> None:
+    found = compared(of_number(lambda at: 8 * at["tp"] + 5), places_of(**sizes))
 
-    rules, unruled = rules_of([captures[rank] for rank in telling_ranks(places)], places)
-
-    assert rules == {}
-    assert len(unruled) == 1
-
-
-def test_what_only_ranks_in_the_middle_have_is_found() -> None:
-    places = places_of(tp=4)
-    captures = [(place, document(int(place["tp"] in (1, 2)))) for place in places]
-
-    _, unruled = rules_of([captures[rank] for rank in telling_ranks(places)], places)
-
-    assert len(unruled) == 1
-
-
-@pytest.mark.parametrize(
-    ("sizes", "ranks"),
-    [
-        ({"fsdp": 2, "tp": 2}, [0, 3, 1]),
-        ({"fsdp": 128, "tp": 8}, [0, 1023, 8, 1]),
-        ({"fsdp": 4}, [0, 3, 1]),
-        ({"fsdp": 2}, [0, 1]),
-        ({}, [0]),
-    ],
-)
-def test_few_ranks_tell_of_all(sizes: dict[str, int], ranks: list[int]) -> None:
-    assert telling_ranks(places_of(**sizes)) == ranks
-
-
-def test_axes_over_the_same_ranks_are_told_apart_where_they_can_be() -> None:
-    # Experts are spread over ranks that another mesh counts by data and by tensor parallelism.
-    places = [{"fsdp": r // 2, "tp": r % 2, "efsdp": r // 4, "ep": r % 4} for r in range(8)]
-    captures = [(place, document(8 * place["ep"])) for place in places]
-
-    rules, unruled = rules_of([captures[rank] for rank in telling_ranks(places)], places)
-
-    assert unruled == []
-    assert [[*rule.steps] for rule in rules.values()] == [["ep"]]
-
-
-def found_of(sums: Any, places: list[dict[str, int]], ranks: list[int]) -> Any:
-    """What captures of ``ranks`` say of a number that is ``sums`` of a place."""
-    return rules_of([(places[rank], document(sums(places[rank]))) for rank in ranks], places)
-
-
-def test_what_follows_two_axes_at_once_is_a_rule_if_a_rank_at_each_corner_has_it() -> None:
-    places = places_of(fsdp=2, tp=2)
-
-    def place_in_memory(at: dict[str, int]) -> int:
-        return 5 + 64 * at["fsdp"] + 8 * at["tp"]
-
-    _, unruled = found_of(place_in_memory, places, telling_ranks(places))
-    assert len(unruled) == 1
-
-    rules, unruled = found_of(place_in_memory, places, telling_ranks_of_sums(places))
-    assert unruled == []
-    assert [*rules.values()] == [CoordinateRule(base=5, steps={"fsdp": 64, "tp": 8})]
+    assert found.unruled == []
+    assert found.rules == {(*NODE, 3, 1): CoordinateRule(base=5, steps={"tp": 8})}
+    assert found.rule_axes == ("tp",)
 
 
 @pytest.mark.parametrize(
     "number",
     [
+        lambda at: [0, 8, 16, 20][at["tp"]],
+        lambda at: int(at["tp"] in (1, 2)),
         lambda at: at["fsdp"] * at["tp"],
         lambda at: at["fsdp"] ^ at["tp"],
         lambda at: at["fsdp"] + at["tp"] ** 2,
         lambda at: 8 * at["fsdp"] + (at["tp"] + 1) // 2,
+        lambda at: max(at["fsdp"], at["tp"]),
+        lambda at: (4 * at["fsdp"] + at["tp"] + 1) % 12,
+        lambda at: 4 * at["fsdp"] + (at["tp"] + 1) % 4,
+        lambda at: int(at == {"fsdp": 2, "tp": 3}),
+        lambda at: int(at == {"fsdp": 0, "tp": 0}),
     ],
-    ids=["product", "parity", "square", "half"],
+    ids=[
+        "last is short",
+        "middle",
+        "product",
+        "parity",
+        "square",
+        "half",
+        "larger",
+        "next rank",
+        "neighbor",
+        "last",
+        "first",
+    ],
 )
-def test_what_is_no_sum_of_steps_is_no_rule(number: Any) -> None:
-    places = places_of(fsdp=3, tp=4)
-    rules, unruled = found_of(number, places, telling_ranks_of_sums(places))
+def test_other_functions_of_places_are_no_rules(number: Any) -> None:
+    found = compared(of_number(number), places_of(fsdp=3, tp=4))
 
-    assert rules == {}
-    assert len(unruled) == 1
+    assert found.rules == {}
+    assert len(found.unruled) == 1
 
 
 @pytest.mark.parametrize(
-    ("sizes", "num_ranks"),
+    ("sizes", "ranks"),
     [
-        ({"fsdp": 2, "tp": 2}, 4),
-        ({"fsdp": 128, "tp": 8}, 6),
-        ({"dp": 4, "fsdp": 16, "tp": 8}, 10),
-        ({"fsdp": 4}, 3),
-        ({}, 1),
+        ({"fsdp": 2, "tp": 2}, [0, 1, 2, 3]),
+        ({"fsdp": 128, "tp": 8}, [0, 1, 8, 1023]),
+        ({"dp": 4, "fsdp": 16, "tp": 8}, [0, 1, 8, 128, 511]),
+        ({"fsdp": 4}, [0, 1, 3]),
+        ({"fsdp": 2}, [0, 1]),
+        ({}, [0]),
     ],
 )
-def test_ranks_that_tell_sums_are_few_and_those_that_tell_lines_are_among_them(
-    sizes: dict[str, int], num_ranks: int
-) -> None:
-    places = places_of(**sizes)
-    found = telling_ranks_of_sums(places)
+def test_few_ranks_prove_rules_for_all(sizes: dict[str, int], ranks: list[int]) -> None:
+    assert proving_ranks(places_of(**sizes)) == ranks
 
-    assert len(found) == num_ranks
-    assert found[: len(telling_ranks(places))] == telling_ranks(places)
+
+def test_ranks_of_no_whole_mesh_confirm_each_axis() -> None:
+    places = [*places_of(fsdp=2, tp=8)[:8], {"fsdp": 1, "tp": 7}]
+    found = compared(of_number(lambda at: at["tp"] ** 2), places)
+
+    assert proving_ranks(places) == [0, 1, 7, 8]
+    assert found.rules == {}
+    places = [*places_of(fsdp=2, tp=8), {"fsdp": 2, "tp": 0}]
+    assert proving_ranks(places) == [0, 1, 8, 15, 16]
+
+
+def test_axes_over_the_same_ranks_are_told_apart_where_they_can_be() -> None:
+    # Experts are spread over ranks that another mesh counts by data and by tensor parallelism.
+    places = [{"fsdp": r // 2, "tp": r % 2, "efsdp": r // 4, "ep": r % 4} for r in range(8)]
+    found = compared(of_number(lambda at: 8 * at["ep"]), places)
+
+    assert found.unruled == []
+    assert found.rule_axes == ("ep",)
+
+
+def test_a_number_that_follows_two_axes_is_a_rule_unless_one_corner_differs() -> None:
+    places = places_of(fsdp=2, tp=2)
+    found = compared(of_number(lambda at: 5 + 64 * at["fsdp"] + 8 * at["tp"]), places)
+    assert [*found.rules.values()] == [CoordinateRule(base=5, steps={"fsdp": 64, "tp": 8})]
+    for corner in places:
+        wrong = compared(
+            of_number(lambda at, corner=corner: 64 * at["fsdp"] + 8 * at["tp"] + (at == corner)),  # type: ignore[misc]  # mypy does not take defaults of a lambda
+            places,
+        )
+        assert wrong.rules == {}
+
+
+def at_coordinates(item: Any, place: Place) -> Any:
+    """The document of a rank, of one with values by coordinate."""
+    if not isinstance(item, (dict, list)):
+        return item
+    if isinstance(item, dict):
+        return {key: at_coordinates(each, place) for key, each in item.items()}
+    if item[:1] == ["by"]:
+        return decoded_rule(item).at(place)
+    return [at_coordinates(each, place) for each in item]
 
 
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
-    steps=st.lists(st.integers(-9, 9), min_size=3, max_size=3),
-    base=st.integers(-5, 50),
-)
-def test_documents_by_sums_are_those_of_each_rank(
-    sizes: list[int], steps: list[int], base: int
-) -> None:
-    names = ["a", "b", "c"][: len(sizes)]
-    places = places_of(**dict(zip(names, sizes, strict=True)))
-
-    def number(at: dict[str, int]) -> int:
-        return base + sum(step * at[name] for step, name in zip(steps, names, strict=False))
-
-    rules, unruled = found_of(number, places, telling_ranks_of_sums(places))
-    shared = with_rules(document(number(places[0])), rules)
-
-    assert unruled == []
-    assert [at_coordinates(shared, at) for at in places] == [document(number(at)) for at in places]
-
-
-@given(
-    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
-    lines=st.lists(
-        st.tuples(st.integers(0, 2), st.integers(-5, 50), st.integers(-9, 9)),
+    numbers=st.lists(
+        st.tuples(st.integers(-5, 50), *(st.integers(-9, 9) for _ in range(3))),
         min_size=1,
         max_size=4,
     ),
 )
 def test_documents_by_rule_are_those_of_each_rank(
-    sizes: list[int], lines: list[tuple[int, int, int]]
+    sizes: list[int], numbers: list[tuple[int, ...]]
 ) -> None:
     names = ["a", "b", "c"][: len(sizes)]
     places = places_of(**dict(zip(names, sizes, strict=True)))
 
-    def captured(place: dict[str, int]) -> Any:
+    def captured(place: Place) -> Any:
         made = document()
-        arguments = made["content"]["graph"]["nodes"][1][3]
-        arguments += [base + step * place[names[n % len(names)]] for n, base, step in lines]
+        made["content"]["graph"]["nodes"][1][3] += [
+            base + sum(step * place[name] for step, name in zip(steps, names, strict=False))
+            for base, *steps in numbers
+        ]
         return made
 
-    telling = telling_ranks(places)
-    before = copy.deepcopy([captured(places[rank]) for rank in telling])
-    captures = [(places[rank], captured(places[rank])) for rank in telling]
-    rules, unruled = rules_of(captures, places)
-    shared = with_rules(captures[0][1], rules)
+    before = copy.deepcopy(captured(places[0]))
+    found = compared(captured, places)
+    shared = with_rules(captured(places[0]), found.rules)
 
-    assert unruled == []
-    assert [document for _, document in captures] == before
+    assert found.unruled == []
+    assert captured(places[0]) == before
     for place in places:
         assert at_coordinates(shared, place) == captured(place)
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    values=st.lists(st.integers(0, 3), min_size=16, max_size=16),
+)
+def test_a_rule_holds_on_every_rank_that_captured(
+    sizes: tuple[int, int], values: list[int]
+) -> None:
+    places = places_of(a=sizes[0], b=sizes[1])
+
+    def number(at: Place) -> int:
+        return values[4 * at["a"] + at["b"]]
+
+    found = compared(of_number(number), places)
+    for rule in found.rules.values():
+        assert all(rule.at(places[rank]) == number(places[rank]) for rank in proving_ranks(places))

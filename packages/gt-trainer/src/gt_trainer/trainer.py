@@ -37,8 +37,8 @@ from gt_trainer.context_parallel.token_order import load_balancer_of
 from gt_trainer.decoder.attention import attention_mask_for, has_document_mask
 from gt_trainer.device_transfer import copy_to_host, local_part, send_to_device
 from gt_trainer.local_update import clip_gradients, update_parameters
+from gt_trainer.metrics.metrics_history import record_start
 from gt_trainer.metrics.metrics_jsonl import GraphMetricsProcessor
-from gt_trainer.metrics.start_record import record_start
 from gt_trainer.model_identity import identity_of, write_identity
 from gt_trainer.parallelism_options import TrainerParallelismConfig, with_own_options
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
@@ -429,8 +429,7 @@ class GraphTrainer(Trainer):
 
     def _allow_validation(self) -> None:
         # Imported here: no other run pays for the planner.
-        from gt_trainer.pipelines.evaluation import allow_validation_of_stages
-        from gt_trainer.placement.evaluation import allow_validation
+        from gt_trainer.pipelines.evaluation import allow_validation, allow_validation_of_stages
 
         if self.parallel_dims.pp_enabled:
             plan, parts = self._stages()

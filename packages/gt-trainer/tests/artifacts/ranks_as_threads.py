@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Any
 
 from gt_config import Fingerprint
 from gt_trace.artifacts.container import Container
+from gt_trace.artifacts.coordinate_rules import decoded_rule
 from gt_trace.artifacts.folder import ArtifactFolder
 from gt_trace.artifacts.mesh_axes import MeshAxes
-from gt_trace.artifacts.rank_differences import at_coordinates
 from gt_trace.errors import ArtifactError
 from gt_trainer.artifacts.graph_folder import GraphFolder
 from gt_trainer.artifacts.rank_exchange import RankExchange
@@ -32,7 +30,6 @@ class _Wires:
     def __init__(self, num_ranks: int) -> None:
         self.barrier = threading.Barrier(num_ranks, timeout=SECONDS)
         self.board: list[Any] = [None] * num_ranks
-        self.queues: dict[tuple[int, int], SimpleQueue[bytes]] = defaultdict(SimpleQueue)
         self.num_broadcasts = 0
 
 
@@ -59,12 +56,6 @@ class ThreadExchange:
         received: bytes = self.wires.board[source]
         self.wires.barrier.wait()
         return received
-
-    def send(self, data: bytes, *, to: int) -> None:
-        self.wires.queues[self.rank, to].put(data)
-
-    def receive(self, *, source: int) -> bytes:
-        return self.wires.queues[source, self.rank].get(timeout=SECONDS)
 
     all_succeeded = RankExchange.all_succeeded
 
@@ -102,10 +93,11 @@ class NumberGraph:
     def decode(self, container: Container) -> list[Any]:
         if self.rank == self.refuses_on:
             raise ArtifactError("a value is missing here")
-        document = at_coordinates(container.document(STEP_SECTION), self.coordinates)
-        (node,) = document["nodes"]
-        numbers: list[Any] = node[3]
-        return numbers
+        (node,) = container.document(STEP_SECTION)["nodes"]
+        return [
+            decoded_rule(each).at(self.coordinates) if isinstance(each, list) else each
+            for each in node[3]
+        ]
 
     def verified(self, captured: list[Any]) -> list[Any]:
         self.verifications.append(self.rank)
@@ -130,6 +122,7 @@ def start(
     *,
     folder_of: Callable[[int], ArtifactFolder],
     identity_of: Callable[[Coordinates], dict[str, str]] = lambda at: {"model": "one"},
+    is_placed: bool = False,
     **graph: Any,
 ) -> Start:
     """Let every rank obtain its graph."""
@@ -153,6 +146,7 @@ def start(
                 folder=GraphFolder(folder_of(rank), axes=axes),
                 axes=axes,
                 exchange=ThreadExchange(rank=rank, wires=wires),  # type: ignore[arg-type]  # its methods
+                is_placed=is_placed,
             )
         except Exception as error:  # noqa: BLE001  # a test looks at it
             return error

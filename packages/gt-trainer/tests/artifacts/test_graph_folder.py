@@ -14,7 +14,7 @@ from torchtitan.tools.logging import logger
 from gt_config import Fingerprint
 from gt_trace.artifacts.folder import ArtifactFolder
 from gt_trace.artifacts.mesh_axes import MeshAxes
-from gt_trainer.artifacts.graph_folder import Division, GraphFolder, Loaded, at_places
+from gt_trainer.artifacts.graph_folder import GraphFolder, Loaded, OwnGraphs, at_places
 
 IDENTITY = Fingerprint(fields={"model": "one"})
 AT = {"tp": 1}
@@ -59,32 +59,23 @@ def test_a_graph_that_names_no_axis_of_the_run_is_set_aside(
     assert "a graph names axes among tp, from which numbers follow, and not ['fsdp']" in caplog.text
 
 
-def test_a_division_names_axes_and_reason(folder: GraphFolder):
-    division = Division(axes=("tp",), reason="1 and 4")
-    folder.write_division(IDENTITY, division)
-    assert folder.find(IDENTITY, GRAPH) == division
-    part = at_places(IDENTITY, division.axes, AT)
-    assert part.fields['place["tp"]'] == "1"
-    assert part.digest != IDENTITY.digest
+def test_a_note_that_ranks_have_graphs_of_their_own_has_a_reason(folder: GraphFolder):
+    note = OwnGraphs(reason="1 and 4")
+    folder.write_own_graphs(IDENTITY, note)
+    assert folder.find(IDENTITY, GRAPH) == note
+    own = at_places(IDENTITY, ("tp",), AT)
+    assert own.fields['place["tp"]'] == "1"
+    assert own.digest != IDENTITY.digest
+    assert at_places(own, ("tp",), AT) == own
 
 
-@pytest.mark.parametrize("axes", [("fsdp",), ()], ids=["unknown", "none"])
-def test_a_division_by_no_axis_of_the_run_is_set_aside(
-    axes: tuple[str, ...], folder: GraphFolder, caplog: pytest.LogCaptureFixture
-):
-    folder.write_division(IDENTITY, Division(axes=axes, reason=""))
-    assert folder.find(IDENTITY, GRAPH) is None
-    assert "a division of ranks names a reason and axes among tp" in caplog.text
-    assert folder.find(IDENTITY, GRAPH) is None  # it is gone
-
-
-def test_a_division_that_was_made_already_does_not_divide_without_end(
+def test_a_note_without_a_reason_is_set_aside(
     folder: GraphFolder, caplog: pytest.LogCaptureFixture
 ):
-    part = at_places(IDENTITY, ("tp",), AT)
-    folder.write_division(part, Division(axes=("tp",), reason=""))
-    assert folder.find(part, GRAPH) is None
-    assert "by which they are not divided yet" in caplog.text
+    folder.write_own_graphs(IDENTITY, OwnGraphs(reason=None))  # type: ignore[arg-type]  # as others may write
+    assert folder.find(IDENTITY, GRAPH) is None
+    assert "a note that ranks share no graph holds a reason" in caplog.text
+    assert folder.find(IDENTITY, GRAPH) is None  # it is gone
 
 
 def test_products_of_a_compiler_come_back_in_order(folder: GraphFolder):
@@ -94,12 +85,12 @@ def test_products_of_a_compiler_come_back_in_order(folder: GraphFolder):
 
 
 @pytest.mark.parametrize("level", [0, 1, 2], ids=["file", "its folder", "the folder"])
-@pytest.mark.parametrize("name", ["products", "division"])
+@pytest.mark.parametrize("name", ["products", "own_graphs"])
 def test_what_others_may_have_written_is_not_used(
     name: str, level: int, folder: GraphFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     folder.write_products(IDENTITY, [b"code"])
-    folder.write_division(IDENTITY, Division(axes=("tp",), reason="why"))
+    folder.write_own_graphs(IDENTITY, OwnGraphs(reason="why"))
     assert folder.find(IDENTITY, GRAPH) is not None
     path = tmp_path / IDENTITY.digest / name
     (path, *path.parents)[level].chmod(0o777)

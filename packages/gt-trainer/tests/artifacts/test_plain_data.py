@@ -12,6 +12,7 @@ import torch
 
 from gt_config.errors import FingerprintTypeError
 from gt_trace.capture.code_digest import code_digest
+from gt_trace.context_parallel import SequenceAxis
 from gt_trainer.artifacts.plain_data import folded, plain_data, tensor_text
 
 
@@ -41,6 +42,15 @@ def test_dataclasses_are_their_fields_but_for_what_equality_or_the_caller_leaves
         "steps": 3,
     }
     assert "steps" not in plain_data([Norm()], path="value", leave_out={"steps"})[0]
+
+
+def test_the_axis_of_a_shared_sequence_is_the_same_on_all_its_ranks():
+    first, second, longer = (
+        SequenceAxis(name="cp", group_name=name, num_ranks=num_ranks, rank=rank)
+        for name, num_ranks, rank in (("3", 2, 0), ("4", 2, 1), ("3", 4, 0))
+    )
+    assert plain(first) == plain(second)
+    assert plain(first) != plain(longer)
 
 
 def test_functions_differ_by_their_code_and_by_what_they_close_over():

@@ -60,10 +60,10 @@ def check(found: Start, numbers_of: Any) -> None:
 def test_alike_ranks_have_the_graph_of_the_lowest(folders: Any, tmp_path: Path):
     found = start(MESH, like, folder_of=folders(tmp_path))
     check(found, like)
-    assert found.captures == [0, 1, 7]
+    assert found.captures == [0, 1, 4, 7]
     assert found.num_broadcasts == (folders is own_folders)
     (group,) = found.shared[3].groups
-    assert str(group) == "ranks 0-7: captured by 0, compared with ranks 1, 7"
+    assert str(group) == "ranks 0-7: captured by 0, compared with ranks 1-7 by 3"
     assert all(each.groups == (group,) for each in found.shared)
 
 
@@ -73,15 +73,14 @@ def test_a_later_start_captures_nothing(folders: Any, numbers_of: Any, tmp_path:
     start(MESH, numbers_of, folder_of=folders(tmp_path))
     again = start(MESH, numbers_of, folder_of=folders(tmp_path))
     check(again, numbers_of)
-    if folders is shared_folder:
-        assert again.captures == []
-        assert all(each.loaded_from is not None for each in again.shared)
+    assert again.captures == []
+    assert all(each.loaded_from is not None for each in again.shared)
 
 
 @pytest.mark.parametrize(
     ("numbers_of", "cold", "warm"),
     [
-        # Ranks 0, 1 and 7 have captured.
+        # Ranks 0, 1, 4 and 7 have captured.
         pytest.param(like, [2], [0], id="one graph"),
         # One rank for each place on "tp", of those that did not capture.
         pytest.param(by_tp, None, [0, 1, 2, 3], id="numbers by a place"),
@@ -156,13 +155,63 @@ def test_numbers_that_follow_two_axes_become_values_by_both(tmp_path: Path):
     assert len(found.captures) < len(MESH)
 
 
-def test_ranks_that_differ_otherwise_are_divided_and_share_in_parts(tmp_path: Path):
-    found = start(MESH, squared, folder_of=shared_folder(tmp_path))
+@pytest.mark.parametrize("folders", [shared_folder, own_folders])
+def test_ranks_that_differ_otherwise_capture_and_store_their_own(folders: Any, tmp_path: Path):
+    found = start(MESH, squared, folder_of=folders(tmp_path))
     check(found, squared)
-    groups = found.shared[0].groups
-    assert [each.ranks for each in groups] == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    assert all(each.num_rules == 1 for each in groups)
-    assert groups[0].reason == "nodes/0/3/0: 0 and 1"
+    assert found.captures == list(range(8))
+    (group,) = found.shared[5].groups
+    assert str(group) == (
+        "ranks 0-7: each has its own graph, captured by ranks 0-7; "
+        "apart because nodes/0/3/0: 0 and 1"
+    )
+    assert len({each.identity.digest for each in found.shared}) == 8
+    (again,) = start(MESH, squared, folder_of=folders(tmp_path)).shared[5].groups
+    assert str(again) == (
+        "ranks 0-7: each has its own graph, captured before; apart because nodes/0/3/0: 0 and 1"
+    )
+
+
+def test_ranks_of_a_mesh_without_tensor_parallelism_differ_in_no_number(tmp_path: Path):
+    mesh = [{"fsdp": fsdp} for fsdp in range(4)]
+    folder_of = shared_folder(tmp_path)
+    found = start(mesh, lambda at: [at["fsdp"]], folder_of=folder_of)
+    # A straight line goes through any two numbers, and proves nothing.
+    assert found.captures == [0, 1, 2, 3]
+    assert [each.captured for each in found.shared] == [[0], [1], [2], [3]]
+    placed = start(
+        mesh, lambda at: [at["fsdp"]], folder_of=shared_folder(tmp_path / "2"), is_placed=True
+    )
+    assert placed.captures == [0, 1, 3]
+    assert [each.captured for each in placed.shared] == [[0], [1], [2], [3]]
+
+
+def test_one_rank_whose_own_graph_is_gone_captures_it_again(tmp_path: Path):
+    folder_of = shared_folder(tmp_path)
+    found = start(MESH, squared, folder_of=folder_of)
+    gone = found.shared[3].identity.digest
+    (entry,) = [each for each in folder_of(0).entries() if each.digest == gone]
+    entry.path.unlink()
+    again = start(MESH, squared, folder_of=folder_of)
+    check(again, squared)
+    assert again.captures == [3]
+    assert start(MESH, squared, folder_of=folder_of).captures == []
+
+
+def test_a_rank_that_does_not_see_the_note_goes_by_what_others_see(tmp_path: Path):
+    start(MESH, squared, folder_of=shared_folder(tmp_path / "seen"))
+    seen, unseen = shared_folder(tmp_path / "seen"), shared_folder(tmp_path / "unseen")
+    found = start(MESH, squared, folder_of=lambda rank: (seen if rank != 5 else unseen)(rank))
+    check(found, squared)
+    assert found.captures == [5]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_cannot_capture_its_own_graph_ends_all(rank: int, tmp_path: Path):
+    found = start(MESH, squared, folder_of=shared_folder(tmp_path), fails_on=rank)
+    for number, error in enumerate(found.shared):
+        kind = ZeroDivisionError if number == rank else CaptureFailedElsewhereError
+        assert isinstance(error, kind)
 
 
 def test_ranks_that_know_how_they_differ_are_groups_from_the_start(tmp_path: Path):
@@ -234,7 +283,10 @@ def test_what_cannot_be_stored_is_captured_by_every_rank(
     check(found, by_tp)
     assert sorted(found.captures) == list(range(8))
     assert "this graph cannot be stored: the operator mine::own is not in the list" in caplog.text
-    assert not tmp_path.joinpath("anything").exists()
+    assert str(found.shared[0].groups[0]) == (
+        "ranks 0-7: each has its own graph, captured by ranks 0-7"
+    )
+    assert list(shared_folder(tmp_path)(0).entries()) == []
 
 
 def test_a_damaged_graph_is_set_aside_and_captured_anew(
@@ -246,7 +298,7 @@ def test_a_damaged_graph_is_set_aside_and_captured_anew(
     entry.path.write_bytes(entry.path.read_bytes()[:-3])
     found = start(MESH, like, folder_of=folder_of)
     check(found, like)
-    assert found.captures == [0, 1, 7]
+    assert found.captures == [0, 1, 4, 7]
     assert "cannot be used, and is captured anew" in caplog.text
     assert len(list((tmp_path / "damaged").iterdir())) >= 2
     assert start(MESH, like, folder_of=folder_of).captures == []
@@ -263,7 +315,7 @@ def test_a_graph_of_another_run_under_this_digest_is_set_aside(
     ours.path.write_bytes(theirs.path.read_bytes())
     found = start(MESH, like, folder_of=folder_of)
     check(found, like)
-    assert found.captures == [0, 1, 7]
+    assert found.captures == [0, 1, 4, 7]
     assert "it lies under the digest of another run" in caplog.text
     assert "rows" in caplog.text
 

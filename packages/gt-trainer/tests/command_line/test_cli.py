@@ -18,9 +18,9 @@ from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import ParallelismConfig
 
 from gt_config import CompileConfig, ConfigError, Violation
+from gt_trainer.__main__ import ending_at_once
 from gt_trainer.command_line import cli
 from gt_trainer.command_line.command_line import UsageError, usage
-from gt_trainer.command_line.interruption import ending_at_once
 from gt_trainer.command_line.load_configuration import _with_own_folder
 from gt_trainer.models.catalog import CATALOG
 from gt_trainer.models.torchtitan_modules import torchtitan_modules

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from gt_trainer.metrics.metrics_history import read_metrics
-from gt_trainer.metrics.start_record import record_start
+from gt_trainer.metrics.metrics_history import read_metrics, record_start
 
 
 def starts(folder: Path) -> list[tuple[int, object]]:

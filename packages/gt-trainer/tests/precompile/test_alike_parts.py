@@ -9,7 +9,7 @@ from typing import Any
 
 from gt_trainer.launcher import run_in_child
 from gt_trainer.models import llama3
-from gt_trainer.precompile.alike_parts import AlikeParts, alike_parts
+from gt_trainer.precompile.precompile import AlikeParts, alike_parts
 
 
 def parts_of(folder: Path, *, world_size: int, **parallelism: Any) -> tuple[AlikeParts, ...]:

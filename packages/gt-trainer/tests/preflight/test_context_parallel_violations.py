@@ -9,7 +9,7 @@ from torchtitan.models.muse_glimmer import config_registry
 
 from gt_config import ConfigError, Topology
 from gt_trainer.models import any_decoder, llama3
-from gt_trainer.preflight.context_parallel_violations import context_parallel_violations
+from gt_trainer.preflight.placement_violations import context_parallel_violations
 
 TOPOLOGY = Topology(world=2, cp=2, batch_size=2, seq_len=512)
 

@@ -72,7 +72,7 @@ READERS = {
         "gt_trainer.pipelines.pipeline_plan",
         "gt_trainer.parallelism_options",
         "gt_trainer.trainer",
-        "gt_trainer.preflight.context_parallel_violations",
+        "gt_trainer.preflight.placement_violations",
         "gt_trainer.preflight.preflight",
     ),
     "--checkpoint.": ("torchtitan.components.checkpointer.dcp", "torchtitan.trainer"),

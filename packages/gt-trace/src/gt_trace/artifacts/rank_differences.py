@@ -1,10 +1,9 @@
-"""In what documents of ranks at different places of a mesh differ, and documents for all of them.
+"""Differences between the documents of ranks of a mesh, and one document for all of them.
 
-What a graph depends on is found by comparison: captures of ranks that stand at different places are
-laid side by side, node by node. Process groups, meshes and devices have names that mean the same on
-every rank, so that most graphs are equal. Numbers that are not may follow where a rank stands
-(``coordinate_rules``), and become values by coordinate. Whatever else differs makes the ranks
-unlike.
+Documents of ranks at different places are compared node by node. Process groups, meshes and devices
+have names that mean the same on every rank, so that most documents are equal. A number that differs
+may follow from the place of a rank (``coordinate_rules``). It then becomes a value by coordinate.
+With any other difference the ranks cannot share a document.
 """
 
 from __future__ import annotations
@@ -15,23 +14,24 @@ from typing import Any
 
 from gt_trace.artifacts.coordinate_rules import (
     CoordinateRule,
-    SumFinder,
-    decoded_rule,
     encoded_rule,
-    only_rule_of_an_axis,
+    proving_ranks,
+    rule_of,
 )
 
 Path = tuple[str | int, ...]
-"""Where something stands in a document: keys of objects and positions in lists."""
+"""A path in a document: keys of objects and positions in lists."""
 
 _ARGUMENTS = (3, 4)
-"""Where a node has its arguments, by position and by name."""
+"""Positions of the arguments in a node, those without and those with names."""
 
 _NAME = 1
 _META = 5
 _OFFSET = 3
 _REFERENCES = frozenset({"n", "op"})
 """Lists that begin so name another node or an operator by its position: no number of a rank's."""
+
+_MOST_EXAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +44,9 @@ class RankDifference:
 
     @property
     def is_number(self) -> bool:
-        """Whether both are integers, where a rule may stand in their place.
+        """Whether both are integers that a rule may replace.
 
-        Those are arguments of nodes, and where in its memory a piece of a tensor begins.
+        These are arguments of nodes, and offsets of pieces of tensors in memory.
         """
         is_int = type(self.ours) is int and type(self.theirs) is int
         return is_int and (_is_argument(self.path) or _is_offset(self.path))
@@ -57,71 +57,73 @@ class RankDifference:
 
 
 def document_differences(ours: Any, theirs: Any) -> list[RankDifference]:
-    """Every place at which two documents differ, in order; names of nodes do not count.
+    """Return every place at which two documents differ, in order. Names of nodes do not count.
 
     Where lists differ in length, or objects in their keys, they are one difference as a whole.
     """
     return list(_differences(ours, theirs, ()))
 
 
-def rules_of(
-    captures: Sequence[tuple[Mapping[str, int], Any]], places: Sequence[Mapping[str, int]]
-) -> tuple[dict[Path, CoordinateRule], list[RankDifference]]:
-    """How the numbers that differ follow from places on a mesh, as far as the captures tell.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The result of comparing documents of some ranks of a mesh."""
 
-    A rule of one axis is given only if all captures have it, and no rule of another axis that would
-    give some rank another number. Those of ranks that ``telling_ranks`` names leave no doubt. A
-    rule of several axes is given only if, besides, no function of places whatever that has squares
-    and products of coordinates would do: ranks that ``telling_ranks_of_sums`` names exclude them.
+    rules: Mapping[Path, CoordinateRule]
+    """Numbers that follow from the place of a rank, by their paths."""
+
+    unruled: Sequence[RankDifference]
+    """Differences that follow no rule, one for each path. Empty if all ranks can share a document.
+    """
+
+    @property
+    def rule_axes(self) -> tuple[str, ...]:
+        """The axes from which numbers follow, in alphabetical order."""
+        return tuple(sorted({axis for rule in self.rules.values() for axis in rule.steps}))
+
+    def reason(self) -> str:
+        """Return a few of the differences that follow no rule, as text; "" without any."""
+        return "; ".join(map(str, self.unruled[:_MOST_EXAMPLES]))
+
+
+def compare_documents(
+    documents: Mapping[int, Any], places: Mapping[int, Mapping[str, int]]
+) -> Comparison:
+    """Compare documents of some ranks, and find the numbers that follow from their places.
+
+    A rule is given only if the ranks of ``proving_ranks`` are among those that are compared.
 
     Args:
-        captures: coordinates of a rank by axis, and its document; the others are compared with the
-            first.
-        places: coordinates of every rank that the rules are for.
-
-    Returns:
-        The rules, by place in the document, and one difference for each place that follows none.
+        documents: by rank. The others are compared with the one of the lowest rank.
+        places: coordinates of every rank that is to share a document, by axis.
     """
-    (origin, first), *others = captures
-    sums = SumFinder([place for place, _ in captures], places)
+    origin, *others = sorted(documents)
     found: dict[Path, dict[int, RankDifference]] = {}
-    for number, (_, document) in enumerate(others):
-        for difference in document_differences(first, document):
-            found.setdefault(difference.path, {})[number] = difference
+    for rank in others:
+        for difference in document_differences(documents[origin], documents[rank]):
+            found.setdefault(difference.path, {})[rank] = difference
+    ranks = sorted(places)
+    proving = (ranks[n] for n in proving_ranks([places[rank] for rank in ranks]))
+    is_provable = documents.keys() >= {*proving}
     rules: dict[Path, CoordinateRule] = {}
     unruled: list[RankDifference] = []
-    for path, seen in found.items():
-        some = next(iter(seen.values()))
-        odd = next((each for each in seen.values() if not each.is_number), None)
-        points = [(origin, some.ours)]
-        points += [
-            (place, seen[number].theirs if number in seen else some.ours)
-            for number, (place, _) in enumerate(others)
-        ]
+    for path, by_rank in found.items():
+        first = next(iter(by_rank.values()))
+        odd = next((each for each in by_rank.values() if not each.is_number), None)
         rule = None
-        if odd is None:
-            rule = only_rule_of_an_axis(points, places) or sums.rule([value for _, value in points])
+        if odd is None and is_provable:
+            numbers = dict.fromkeys(documents, first.ours)
+            numbers |= {rank: each.theirs for rank, each in by_rank.items()}
+            rule = rule_of([(places[rank], number) for rank, number in numbers.items()])
         if rule is None:
-            unruled.append(odd or some)
+            unruled.append(odd or first)
         else:
             rules[path] = rule
-    return rules, unruled
+    return Comparison(rules=rules, unruled=unruled)
 
 
 def with_rules(document: Any, rules: Mapping[Path, CoordinateRule]) -> Any:
-    """A copy of a document with values by coordinate in the places of ``rules``."""
+    """Return a copy of a document with values by coordinate at the paths of ``rules``."""
     return _replaced(document, (), {path: encoded_rule(rule) for path, rule in rules.items()})
-
-
-def at_coordinates(document: Any, coordinates: Mapping[str, int]) -> Any:
-    """A copy of a document as the rank at these coordinates has it."""
-    if isinstance(document, dict):
-        return {key: at_coordinates(each, coordinates) for key, each in document.items()}
-    if not isinstance(document, list):
-        return document
-    if document and document[0] == "by" and len(document) > 3:
-        return decoded_rule(document).at(coordinates)
-    return [at_coordinates(each, coordinates) for each in document]
 
 
 def _differences(ours: Any, theirs: Any, path: Path) -> Iterator[RankDifference]:

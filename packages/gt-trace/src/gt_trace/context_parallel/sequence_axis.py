@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceAxis:
-    """The mesh axis whose ranks share a sequence, as its collectives need it."""
+    """The mesh axis whose ranks share a sequence, as its collectives need it.
+
+    Axes are equal on all ranks of a mesh. Modules hold an axis, and must have equal fingerprints on
+    ranks that may share a captured graph.
+    """
 
     name: str
-    group_name: str
+    group_name: str = field(compare=False)
     num_ranks: int
-    rank: int
-    """This process's coordinate on the axis."""
+    rank: int = field(compare=False)
+    """Coordinate of this process on the axis."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> SequenceAxis:

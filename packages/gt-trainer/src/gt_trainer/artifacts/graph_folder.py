@@ -1,7 +1,7 @@
-"""Where stored graphs lie, by the fingerprints of those who may use them.
+"""Stored graphs by the fingerprints of the ranks that may use them.
 
-Under a fingerprint lies a graph, or that the ranks which have it must be divided along some axes of
-the mesh. A rank then adds its places on these to its fingerprint, and looks again.
+A fingerprint has a graph for all its ranks, or a note that each of them has its own. A rank then
+adds its place on the mesh to its fingerprint, and looks again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Generic, TypeVar
+from types import MappingProxyType
+from typing import Any, BinaryIO, Generic, TypeVar
 
 from torchtitan.tools.logging import logger
 
@@ -26,8 +27,8 @@ from gt_trainer.artifacts.storable_graph import STEP_SECTION, StorableGraph, Sto
 
 _GRAPH = "graph"
 _RULE_AXES = "axes"
-_DIVISION = "division"
-_DIVISION_KIND = "division of ranks"
+_OWN_GRAPHS = "own_graphs"
+_OWN_GRAPHS_KIND = "ranks that share no graph"
 _PRODUCTS = "products"
 _PRODUCTS_KIND = "products of a compiler"
 
@@ -42,18 +43,18 @@ class Loaded(Generic[CapturedT]):
     captured: CapturedT
     path: Path
     sha256: str
-    """Of its container; as ``Container`` has it."""
+    """SHA-256 of its container, as in ``Container``."""
 
     rule_axes: tuple[str, ...]
-    """As ``StoredGraph`` has them."""
+    """The axes from which numbers follow, as in ``StoredGraph``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Division:
-    """That the ranks of a fingerprint have several graphs."""
+class OwnGraphs:
+    """A note that the ranks of a fingerprint share no graph: each stores one for its place."""
 
-    axes: tuple[str, ...]
     reason: str
+    """The first differences that no rule expresses."""
 
 
 class GraphFolder:
@@ -70,17 +71,17 @@ class GraphFolder:
 
     def find(
         self, identity: Fingerprint, graph: StorableGraph[CapturedT]
-    ) -> Loaded[CapturedT] | Division | None:
-        """What lies under a fingerprint; None if there is nothing that can be used.
+    ) -> Loaded[CapturedT] | OwnGraphs | None:
+        """Return the usable entry of a fingerprint, or None.
 
-        What is damaged or stale is set aside with a warning, to be captured anew.
+        A file that is damaged or stale is set aside with a warning. The graph is captured again.
         """
         path = self._own(identity, _GRAPH)
         if path is not None:
             return self._usable(path, partial(self._load, path, identity, graph))
-        path = self._own(identity, _DIVISION)
+        path = self._own(identity, _OWN_GRAPHS)
         if path is not None:
-            return self._usable(path, partial(self._division, path, identity))
+            return self._usable(path, partial(_own_graphs, path, identity))
         return None
 
     def write_graph(self, identity: Fingerprint, kind: str, stored: StoredGraph) -> bytes:
@@ -89,25 +90,12 @@ class GraphFolder:
         A folder that cannot be written is warned of, and so is a graph that no file can hold, of
         which no bytes are returned: this rank has its graph.
         """
-        buffer = io.BytesIO()
-        try:
-            write_container(
-                buffer,
-                kind=kind,
-                fingerprint=identity,
-                documents={
-                    STEP_SECTION: stored.step,
-                    _RULE_AXES: list(stored.rule_axes),
-                    **stored.documents,
-                },
-                blobs=stored.blobs,
-            )
-        except (ArtifactError, ValueError) as error:
-            logger.warning(f"--compile.artifacts: not stored: {error}")
-            return b""
-        data = buffer.getvalue()
-        self._write(identity, _GRAPH, data)
-        return data
+        documents = {
+            STEP_SECTION: stored.step,
+            _RULE_AXES: list(stored.rule_axes),
+            **stored.documents,
+        }
+        return self._write_container(identity, _GRAPH, kind, documents, stored.blobs)
 
     def take(
         self, identity: Fingerprint, graph: StorableGraph[CapturedT], data: bytes
@@ -125,21 +113,13 @@ class GraphFolder:
             path.write_bytes(data)
             return self._usable(path, partial(self._load, path, identity, graph))
 
-    def write_division(self, identity: Fingerprint, division: Division) -> None:
-        """Store that ranks must be divided; warned of as in ``write_graph``."""
-        buffer = io.BytesIO()
-        document = {"axes": list(division.axes), "reason": division.reason}
-        write_container(
-            buffer,
-            kind=_DIVISION_KIND,
-            fingerprint=identity,
-            documents={_DIVISION: document},
-            blobs={},
-        )
-        self._write(identity, _DIVISION, buffer.getvalue())
+    def write_own_graphs(self, identity: Fingerprint, note: OwnGraphs) -> None:
+        """Store that ranks share no graph. Warns as ``write_graph`` does."""
+        documents = {_OWN_GRAPHS: {"reason": note.reason}}
+        self._write_container(identity, _OWN_GRAPHS, _OWN_GRAPHS_KIND, documents)
 
     def find_products(self, identity: Fingerprint) -> tuple[bytes, ...] | None:
-        """What a compiler made for the graph of a fingerprint; None if nothing is there to be used.
+        """Return the products of a compiler for the graph of a fingerprint, or None.
 
         It is code.
         """
@@ -150,15 +130,8 @@ class GraphFolder:
 
     def write_products(self, identity: Fingerprint, products: Sequence[bytes]) -> None:
         """Store what a compiler made for the graph of a fingerprint."""
-        buffer = io.BytesIO()
-        write_container(
-            buffer,
-            kind=_PRODUCTS_KIND,
-            fingerprint=identity,
-            documents={},
-            blobs={str(number): product for number, product in enumerate(products)},
-        )
-        self._write(identity, _PRODUCTS, buffer.getvalue())
+        blobs = {str(number): product for number, product in enumerate(products)}
+        self._write_container(identity, _PRODUCTS, _PRODUCTS_KIND, blobs=blobs)
 
     def _own(self, identity: Fingerprint, name: str) -> Path | None:
         """An entry that this user or the machine's own wrote; None if there is none.
@@ -190,20 +163,25 @@ class GraphFolder:
             captured = graph.decode(container)
         return Loaded(captured=captured, path=path, sha256=container.sha256, rule_axes=tuple(axes))
 
-    def _division(self, path: Path, identity: Fingerprint) -> Division:
-        """Read what ``write_division`` wrote; whatever else would divide without end."""
-        with open_container(path, kind=_DIVISION_KIND, fingerprint=identity) as container:
-            document = container.document(_DIVISION)
-        match document:
-            case {"axes": [_, *_] as axes, "reason": str(reason)}:
-                if all(axis in self._axes.coordinates for axis in axes) and not any(
-                    _place(axis) in identity.fields for axis in axes
-                ):
-                    return Division(axes=tuple(axes), reason=reason)
-        raise ArtifactDamagedError(
-            f"a division of ranks names a reason and axes among {', '.join(self._axes.coordinates)}"
-            f" by which they are not divided yet, and not {document!r}"
-        )
+    def _write_container(
+        self,
+        identity: Fingerprint,
+        name: str,
+        kind: str,
+        documents: Mapping[str, Any] = MappingProxyType({}),
+        blobs: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> bytes:
+        buffer = io.BytesIO()
+        try:
+            write_container(
+                buffer, kind=kind, fingerprint=identity, documents=documents, blobs=blobs
+            )
+        except (ArtifactError, ValueError) as error:
+            logger.warning(f"--compile.artifacts: not stored: {error}")
+            return b""
+        data = buffer.getvalue()
+        self._write(identity, name, data)
+        return data
 
     def _write(self, identity: Fingerprint, name: str, data: bytes) -> Path | None:
         try:
@@ -213,7 +191,7 @@ class GraphFolder:
             return None
 
     def _usable(self, path: Path, read: Callable[[], FoundT]) -> FoundT | None:
-        """What ``read`` gives; None if it cannot be used. What no rank can use is set aside."""
+        """Return the result of ``read``, or None. A file that no rank can use is set aside."""
         try:
             return read()
         except StaleFingerprintError as error:
@@ -247,6 +225,17 @@ def _products(path: Path, identity: Fingerprint) -> tuple[bytes, ...]:
         return tuple(container.blob(name) for name in container.sections)
 
 
+def _own_graphs(path: Path, identity: Fingerprint) -> OwnGraphs:
+    with open_container(path, kind=_OWN_GRAPHS_KIND, fingerprint=identity) as container:
+        document = container.document(_OWN_GRAPHS)
+    match document:
+        case {"reason": str(reason)}:
+            return OwnGraphs(reason=reason)
+    raise ArtifactDamagedError(
+        f"a note that ranks share no graph holds a reason, and not {document!r}"
+    )
+
+
 def contents_of(path: Path) -> bytes:
     """The bytes of a stored graph; none if it is gone, as when another job has evicted it."""
     try:
@@ -260,12 +249,8 @@ def at_places(
     identity: Fingerprint, axes: Sequence[str], coordinates: Mapping[str, int]
 ) -> Fingerprint:
     """The fingerprint of those ranks of ``identity`` that stand at the same places on ``axes``."""
-    places = {_place(axis): str(coordinates[axis]) for axis in axes}
+    places = {f'place["{axis}"]': str(coordinates[axis]) for axis in axes}
     return Fingerprint(fields={**identity.fields, **places})
-
-
-def _place(axis: str) -> str:
-    return f'place["{axis}"]'
 
 
 def _write_all(data: bytes, file: BinaryIO) -> None:

@@ -25,7 +25,7 @@ class RankLostError(ConnectionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExchange:
-    """All ranks of a run; each method but ``send`` and ``receive`` is called by all together.
+    """All ranks of a run, which call each method together.
 
     Without a process group, and in a world of fake ranks, this rank is alone.
 
@@ -87,21 +87,6 @@ class RankExchange:
                 else self._tensor(data)
             )
             dist.broadcast(tensor, source)
-            return tensor.cpu().numpy().tobytes()
-
-    def send(self, data: bytes, *, to: int) -> None:
-        """Give bytes to one rank, which calls ``receive``."""
-        with _losing_ranks():
-            dist.send(torch.tensor([len(data)], device=self.device), to)
-            dist.send(self._tensor(data), to)
-
-    def receive(self, *, source: int) -> bytes:
-        """The bytes that ``source`` sends to this rank."""
-        with _losing_ranks():
-            length = torch.zeros(1, dtype=torch.int64, device=self.device)
-            dist.recv(length, source)
-            tensor = torch.empty(int(length), dtype=torch.uint8, device=self.device)
-            dist.recv(tensor, source)
             return tensor.cpu().numpy().tobytes()
 
     def all_succeeded(self, failed: BaseException | None, *, what: str) -> None:

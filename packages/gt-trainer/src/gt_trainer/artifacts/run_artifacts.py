@@ -25,7 +25,7 @@ from gt_trainer.artifacts.alike_ranks import groups_text
 from gt_trainer.artifacts.graph_folder import GraphFolder, at_places
 from gt_trainer.artifacts.rank_exchange import ALONE, RankExchange
 from gt_trainer.artifacts.run_identity import RunSettings, step_identity
-from gt_trainer.artifacts.shared_capture import SharedGraph, capture_alone, share_capture
+from gt_trainer.artifacts.shared_capture import SharedGraph, share_capture
 from gt_trainer.artifacts.storable_graph import StorableGraph
 from gt_trainer.placement.placed_parts import expert_groups
 
@@ -69,13 +69,18 @@ class RunArtifacts:
         """
         exchange = RankExchange(device=self.device) if is_first else ALONE
         identity = _or_all_fail(lambda: self.identity(graph), exchange)
-        folder = GraphFolder(self.folder, axes=graph.axes)
-        if is_first:
-            shared = share_capture(
-                identity, graph, folder=folder, axes=graph.axes, exchange=exchange
-            )
-        else:
-            shared = capture_alone(identity, graph, folder=folder, axes=graph.axes)
+        axes = graph.axes
+        if not is_first:
+            # No other capture proves that other ranks have this graph: it is stored for this place.
+            identity = at_places(identity, tuple(axes.coordinates), axes.coordinates)
+        shared = share_capture(
+            identity,
+            graph,
+            folder=GraphFolder(self.folder, axes=axes),
+            axes=axes,
+            exchange=exchange,
+            is_placed=self.settings.compile.autoparallel,
+        )
         self._tell(shared)
         return shared
 

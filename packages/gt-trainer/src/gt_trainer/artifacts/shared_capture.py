@@ -1,15 +1,15 @@
 """One capture for all ranks that are alike: found in a folder, or captured by a few and handed on.
 
-All ranks go through the same steps together, and tell each other what they found after each, so
-that they agree on who captures, and a rank that fails ends all:
+All ranks go through the same steps together. After each step they exchange what they found, so that
+a failure on one rank ends all.
 
-1. Each looks under its fingerprint (``graph_folder``). Of ranks that loaded the same bytes, and
-   run the same numbers of them, the lowest verifies the graph for all.
-2. Ranks of one fingerprint of which none found a graph are a class (``alike_ranks``). Its lowest
-   rank and a witness capture; documents are compared where the lowest rank is; more witnesses
-   capture, or the class is divided, until every class has one graph.
-3. The lowest rank stores it. The others take it from the folder, or get its bytes where they do not
-   see that folder. It is verified as in 1.
+1. Each rank looks under its fingerprint (``graph_folder``). Of the ranks that loaded the same
+   bytes, and run the same numbers of them, the lowest verifies the graph for all.
+2. Ranks of one fingerprint of which none found a graph are a class (``alike_ranks``). Its witnesses
+   capture. The lowest of them compares the documents.
+3. If the documents agree, the lowest rank stores the graph. The others read it from the folder, or
+   receive its bytes where they do not see that folder. It is verified as in step 1.
+4. If they do not agree, every rank of the class captures and stores its own graph.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -25,30 +25,22 @@ from torchtitan.tools.logging import logger
 
 from gt_config import Fingerprint, explain_difference
 from gt_trace.artifacts.mesh_axes import MeshAxes
-from gt_trace.artifacts.rank_differences import with_rules
+from gt_trace.artifacts.rank_differences import compare_documents, with_rules
 from gt_trace.errors import ArtifactError
-from gt_trainer.artifacts.alike_ranks import (
-    AlikeRanks,
-    Judgement,
-    RankGroup,
-    judge,
-)
+from gt_trainer.artifacts.alike_ranks import PIPELINE_AXIS, AlikeRanks, RankGroup
 from gt_trainer.artifacts.graph_folder import (
-    Division,
     GraphFolder,
     Loaded,
+    OwnGraphs,
     at_places,
     contents_of,
 )
-from gt_trainer.artifacts.rank_exchange import ALONE, RankExchange
+from gt_trainer.artifacts.rank_exchange import RankExchange
 from gt_trainer.artifacts.storable_graph import StorableGraph, StoredGraph
 
 CapturedT = TypeVar("CapturedT")
 
 _MOST_PATHS = 3
-
-PIPELINE_AXIS = "pp"
-"""The axis along which ranks hold other parts of a model, that may be alike but for their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +49,11 @@ class SharedGraph(Generic[CapturedT]):
 
     captured: CapturedT
     identity: Fingerprint
-    """With this rank's places on the axes by which its class was divided."""
+    """The fingerprint under which the graph is stored. It has the place of this rank if its class
+    shares no graph."""
 
     loaded_from: Path | None
-    """None where this rank captured it."""
+    """The file that was loaded; None if this rank captured the graph."""
 
     rule_axes: tuple[str, ...]
     """The axes from which numbers of the graph follow: ranks at other places on these share the
@@ -71,34 +64,30 @@ class SharedGraph(Generic[CapturedT]):
     stand at the same place of a pipeline."""
 
     groups: tuple[RankGroup, ...]
-    """Of all ranks, in the order of the lowest of each."""
+    """The groups of all ranks, in the order of the lowest rank of each."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Class:
     """Ranks of one fingerprint, as every rank sees them."""
 
-    digest: str
     alike: AlikeRanks
-    reason: str = ""
-    round_number: int = field(init=False)
-    is_settled: bool = False
-    can_be_stored: bool = True
+    holders: list[int]
+    """The ranks that found a sound graph."""
+
+    is_shared: bool
+    """Whether all run one graph."""
+
+    is_storable: bool = True
+    reason: str
     num_rules: int = 0
     rule_axes: tuple[str, ...] = ()
-    captured_by: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.round_number = self.alike.first_round
+    captured_by: tuple[int, ...] = ()
 
     @property
-    def origin(self) -> int:
-        return self.alike.ranks[0]
-
-    @property
-    def wanted(self) -> tuple[int, ...]:
-        """Who must have captured before the next judgement."""
-        return self.alike.witnesses(self.round_number)
+    def source(self) -> int:
+        """The rank from which the others have their graph."""
+        return self.holders[0] if self.holders else self.alike.ranks[0]
 
 
 def share_capture(
@@ -108,8 +97,9 @@ def share_capture(
     folder: GraphFolder,
     axes: MeshAxes,
     exchange: RankExchange,
+    is_placed: bool = False,
 ) -> SharedGraph[CapturedT]:
-    """The graph of this rank: stored before, captured here, or captured by another rank.
+    """Return the graph of this rank: stored before, captured here, or captured by another rank.
 
     Every rank of the run calls this together.
 
@@ -119,31 +109,15 @@ def share_capture(
         folder: where graphs are looked for and stored.
         axes: where this rank stands.
         exchange: the ranks.
+        is_placed: whether a solver placed the model.
 
     Raises:
         Exception: whatever the capture raises, on the rank that captured.
         CaptureFailedElsewhereError: another rank's capture failed.
         RankLostError: another rank has ended, or did not answer in time.
     """
-    return _Sharing(identity, graph, folder=folder, axes=axes, exchange=exchange).run()
-
-
-def capture_alone(
-    identity: Fingerprint,
-    graph: StorableGraph[CapturedT],
-    *,
-    folder: GraphFolder,
-    axes: MeshAxes,
-) -> SharedGraph[CapturedT]:
-    """The graph of this rank without a word to others: stored before, or captured here.
-
-    Nothing says then that it is the graph of any other rank, so that it is stored for ranks that
-    stand where this one stands.
-
-    Raises what ``share_capture`` raises.
-    """
-    identity = at_places(identity, tuple(axes.coordinates), axes.coordinates)
-    return share_capture(identity, graph, folder=folder, axes=axes, exchange=ALONE)
+    sharing = _Sharing(identity, graph, folder=folder, axes=axes, exchange=exchange)
+    return sharing.run(is_placed=is_placed)
 
 
 class _Sharing(Generic[CapturedT]):
@@ -164,246 +138,170 @@ class _Sharing(Generic[CapturedT]):
         self._rank = exchange.rank
         self._captured: CapturedT | None = None
         self._stored: StoredGraph | None = None
+        self._document: bytes | None = None
+        """The document of the captured graph, if it can be stored."""
+
         self._loaded: Loaded[CapturedT] | None = None
         self._is_verified = False
         """Whether what is loaded has been verified, here or by a rank that loaded the same."""
 
-        self._documents: dict[int, Any] = {}
-        """Of ranks of the class of which this rank is the lowest, those that were compared."""
-
-        self._digests: dict[int, str | None] = {}
-        """SHA-256 of the document of each rank that has captured; None: it cannot be stored."""
-
-    def run(self) -> SharedGraph[CapturedT]:
-        classes, holders = self._look()
-        self._explain(classes)
-        searching = [each for each in classes if not holders[each.digest]]
-        settled = [each for each in classes if holders[each.digest]]
-        while searching:
-            self._capture_where_wanted(searching)
-            searching = self._judge(searching)
-            settled += [each for each in searching if each.is_settled]
-            searching = [each for each in searching if not each.is_settled]
-        settled.sort(key=lambda each: each.origin)
-        self._hand_on(settled, holders)
-        self._capture_what_nobody_gave()
-        own = next(each for each in settled if self._rank in each.alike.coordinates)
+    def run(self, *, is_placed: bool) -> SharedGraph[CapturedT]:
+        classes = self._look(is_placed)
+        own = next(each for each in classes if self._rank in each.alike.coordinates)
+        searching = [each for each in classes if each.is_shared and not each.holders]
+        if searching:
+            self._compare(searching, own)
+        self._hand_on(classes, own)
+        self._capture_own(classes, own)
         captured, rule_axes = self._captured, own.rule_axes
-        if captured is None:
-            assert self._loaded is not None
-            captured = self._loaded.captured
         if self._loaded is not None:
-            rule_axes = self._loaded.rule_axes
+            captured, rule_axes = self._loaded.captured, self._loaded.rule_axes
+        assert captured is not None
+        first = own.alike.first_of_its_kind(self._rank, rule_axes) if own.is_shared else self._rank
         return SharedGraph(
             captured=captured,
             identity=self._identity,
             loaded_from=self._loaded.path if self._loaded is not None else None,
             rule_axes=rule_axes,
-            is_first_of_its_kind=_is_first(own.alike, self._rank, rule_axes),
+            is_first_of_its_kind=first == self._rank,
             groups=tuple(
                 RankGroup(
                     ranks=each.alike.ranks,
-                    captured_by=tuple(each.captured_by),
+                    captured_by=each.captured_by,
+                    is_shared=each.is_shared or len(each.alike.ranks) == 1,
                     num_rules=each.num_rules,
                     rule_axes=each.rule_axes,
                     reason=each.reason,
                 )
-                for each in settled
+                for each in classes
             ),
         )
 
-    def _look(self) -> tuple[list[_Class], dict[str, list[int]]]:
-        """Classes of ranks, and which ranks of each found their graph."""
-        found: Loaded[CapturedT] | Division | None = None
-        reasons: dict[str, str] = {}
-        is_new = True
-        while True:
-            if is_new:
-                found = self._folder.find(self._identity, self._graph)
-            rows = self._exchange.gather(
-                {
-                    "identity": self._identity.digest,
-                    "coordinates": dict(self._coordinates),
-                    "loaded": self._contents(found),
-                    "division": {"axes": list(found.axes), "reason": found.reason}
-                    if isinstance(found, Division)
-                    else None,
-                }
-            )
-            divisions = {row["identity"]: row["division"] for row in rows if row["division"]}
-            if not divisions:
-                break
-            is_new = self._identity.digest in divisions
-            if is_new:
-                division = divisions[self._identity.digest]
-                self._identity = at_places(self._identity, division["axes"], self._coordinates)
-                reasons[self._identity.digest] = division["reason"]
-        if isinstance(found, Loaded):
-            self._loaded = found
-        are_usable = self._verify_for_others([row["loaded"] for row in rows])
+    def _look(self, is_placed: bool) -> list[_Class]:
+        """Return the classes of ranks, with what each found."""
+        own = self._identity
+        found = self._folder.find(own, self._graph)
+        rows = self._exchange.gather(
+            {
+                "identity": own.digest,
+                "coordinates": dict(self._coordinates),
+                "apart": found.reason if isinstance(found, OwnGraphs) else None,
+            }
+        )
         members: dict[str, dict[int, Mapping[str, int]]] = {}
-        holders: dict[str, list[int]] = {}
+        apart: dict[str, str] = {}
         for rank, row in enumerate(rows):
             members.setdefault(row["identity"], {})[rank] = row["coordinates"]
-            holders.setdefault(row["identity"], [])
-            if are_usable[rank]:
-                holders[row["identity"]].append(rank)
-        classes = [
+            if row["apart"] is not None:
+                apart[row["identity"]] = row["apart"]
+        if own.digest in apart:
+            self._identity = self._at_own_place()
+            found = self._folder.find(self._identity, self._graph)
+        if isinstance(found, Loaded):
+            self._loaded = found
+        are_usable = self._verify_for_others(self._exchange.gather(self._contents()))
+        reasons = self._reasons(own, [min(ranks) for ranks in members.values()])
+        return [
             _Class(
-                digest=digest,
-                alike=AlikeRanks(coordinates=ranks),
-                is_settled=bool(holders[digest]),
-                reason=reasons.get(digest, ""),
+                alike=AlikeRanks(coordinates=ranks, is_placed=is_placed),
+                holders=[rank for rank in ranks if are_usable[rank]],
+                is_shared=digest not in apart,
+                reason=apart.get(digest, reasons[min(ranks)]),
             )
             for digest, ranks in members.items()
         ]
-        return classes, holders
 
-    def _explain(self, classes: list[_Class]) -> None:
-        """Say of each class why it is not that of the lowest rank, by what they know before."""
-        if len(classes) < 2:
-            return
-        own = self._identity.to_json().encode() if self._rank == classes[0].origin else None
-        first = Fingerprint.from_json(
-            self._exchange.broadcast(own, source=classes[0].origin).decode()
-        )
-        paths = [each.path for each in explain_difference(first, self._identity)]
-        reasons = self._exchange.gather(_listed(paths))
-        for each in classes[1:]:
-            each.reason = each.reason or reasons[each.origin]
+    def _reasons(self, own: Fingerprint, origins: Sequence[int]) -> dict[int, str]:
+        """Return why each class is not the one of the lowest rank, by the lowest rank of each."""
+        if len(origins) == 1:
+            return dict.fromkeys(origins, "")
+        data = own.to_json().encode() if self._rank == origins[0] else None
+        first = Fingerprint.from_json(self._exchange.broadcast(data, source=origins[0]).decode())
+        paths = [each.path for each in explain_difference(first, own)]
+        reasons = self._exchange.gather(_listed(paths) if paths else "")
+        return {rank: reasons[rank] for rank in origins}
 
-    def _capture_where_wanted(self, classes: list[_Class]) -> None:
-        wanted = {rank for each in classes for rank in each.wanted} - self._digests.keys()
+    def _compare(self, classes: Sequence[_Class], own: _Class) -> None:
+        """Capture on the witnesses of classes, and settle which classes share a graph."""
+        for each in classes:
+            each.captured_by = each.alike.witnesses
+        self._capture(own in classes and self._rank in own.captured_by, is_stored=True)
+        document = self._document
+        digests = self._exchange.gather(document and hashlib.sha256(document).hexdigest())
+        arrived = self._collect(classes, digests)
         failed: Exception | None = None
-        digest: str | None = None
-        if self._rank in wanted:
+        verdict: dict[str, Any] | None = None
+        if own in classes and self._rank == own.source:
             try:
-                self._captured = self._graph.capture()
-                digest = self._encode()
+                if all(digests[rank] is not None for rank in own.captured_by):
+                    assert document is not None
+                    verdict = self._verdict(own, document, arrived)
             except Exception as error:  # noqa: BLE001  # other ranks must hear of whatever it is
                 failed = error
-        self._exchange.all_succeeded(failed, what="could not capture its graph")
-        digests = self._exchange.gather(digest)
-        self._digests.update({rank: digests[rank] for rank in wanted})
-
-    def _encode(self) -> str | None:
-        assert self._captured is not None
-        try:
-            self._stored = self._graph.encode(self._captured)
-        except ArtifactError as error:
-            logger.warning(f"--compile.artifacts: this graph cannot be stored: {error}")
-            return None
-        return hashlib.sha256(_document_bytes(self._stored.step)).hexdigest()
-
-    def _judge(self, classes: list[_Class]) -> list[_Class]:
-        """Settle classes, ask for more witnesses, or divide; the classes there are then."""
-        judged: list[_Class] = []
-        failed: Exception | None = None
-        own_verdict: dict[str, Any] | None = None
-        try:
-            own_verdict = self._own_verdict(self._collect(classes))
-        except Exception as error:  # noqa: BLE001  # other ranks must hear of whatever it is
-            failed = error
         self._exchange.all_succeeded(failed, what="could not compare captures")
-        verdicts = self._exchange.gather(own_verdict)
+        verdicts = self._exchange.gather(verdict)
         for each in classes:
-            each.captured_by = [r for r in each.alike.ranks if r in self._digests]
-            verdict = verdicts[each.origin]
-            if verdict["axes"]:
-                judged += self._divide(each, verdict)
-                continue
-            each.round_number += verdict["needs_more"]
-            each.is_settled = not verdict["needs_more"]
-            each.can_be_stored = verdict["can_be_stored"]
-            each.num_rules, each.rule_axes = verdict["num_rules"], tuple(verdict["rule_axes"])
-            judged.append(each)
-        return judged
+            found = verdicts[each.source]
+            each.is_shared = found is not None and not found["reason"]
+            each.is_storable = found is not None
+            if found is not None:
+                each.reason = found["reason"] or each.reason
+                each.num_rules, each.rule_axes = found["num_rules"], tuple(found["rule_axes"])
 
-    def _collect(self, classes: list[_Class]) -> _Class | None:
-        """Bring documents to the lowest rank of each class; the class in which that is this rank.
+    def _collect(
+        self, classes: Sequence[_Class], digests: Sequence[str | None]
+    ) -> dict[int, bytes]:
+        """Broadcast the documents that differ from the one of the lowest rank of their class.
 
-        Those that equal its own stay where they are.
+        Returns:
+            The documents for this rank to compare, by rank.
         """
-        own: _Class | None = None
         arrived: dict[int, bytes] = {}
         for each in classes:
-            if each.origin == self._rank:
-                own = each
-                assert self._stored is not None or self._digests[self._rank] is None
-            for rank in each.wanted[1:]:
-                if self._digests[rank] in (None, self._digests[each.origin]):
+            ours = digests[each.source]
+            for rank in each.captured_by[1:]:
+                if ours is None or digests[rank] in (None, ours):
                     continue
-                if self._rank == rank:
-                    assert self._stored is not None
-                    self._exchange.send(_document_bytes(self._stored.step), to=each.origin)
-                elif self._rank == each.origin:
-                    arrived[rank] = self._exchange.receive(source=rank)
-        # Only now, since a rank that failed here would leave others waiting to be heard.
-        self._documents.update({rank: json.loads(data) for rank, data in arrived.items()})
-        return own
+                sent = self._document if self._rank == rank else None
+                received = self._exchange.broadcast(sent, source=rank)
+                if self._rank == each.source:
+                    arrived[rank] = received
+        return arrived
 
-    def _own_verdict(self, own: _Class | None) -> dict[str, Any] | None:
-        if own is None:
-            return None
-        judgement, can_be_stored = Judgement(), True
-        if None in (self._digests[rank] for rank in own.wanted):
-            can_be_stored = False
-        else:
-            assert self._stored is not None
-            document = json.loads(_document_bytes(self._stored.step))
-            captures = {rank: self._documents.get(rank, document) for rank in own.wanted}
-            judgement = judge(own.alike, captures, round_number=own.round_number)
-            self._finish(own, judgement, document)
+    def _verdict(
+        self, own: _Class, document: bytes, arrived: Mapping[int, bytes]
+    ) -> dict[str, Any]:
+        """Compare the documents of this rank's class, and prepare what is to be stored."""
+        assert self._stored is not None
+        ours = json.loads(document)
+        documents = {
+            rank: json.loads(arrived[rank]) if rank in arrived else ours for rank in own.captured_by
+        }
+        comparison = compare_documents(documents, own.alike.coordinates)
+        if comparison.unruled:
+            self._folder.write_own_graphs(self._identity, OwnGraphs(reason=comparison.reason()))
+        elif comparison.rules:
+            self._stored = replace(
+                self._stored,
+                step=with_rules(ours, comparison.rules),
+                rule_axes=comparison.rule_axes,
+            )
         return {
-            "axes": list(judgement.divided_by),
-            "needs_more": judgement.needs_more,
-            "can_be_stored": can_be_stored,
-            "num_rules": len(judgement.rules),
-            "rule_axes": judgement.rule_axes,
-            "reason": "; ".join(map(str, judgement.examples)),
+            "reason": comparison.reason(),
+            "num_rules": 0 if comparison.unruled else len(comparison.rules),
+            "rule_axes": () if comparison.unruled else comparison.rule_axes,
         }
 
-    def _finish(self, own: _Class, judgement: Judgement, document: Any) -> None:
-        """Put rules into what this rank will store, or store that its class is divided."""
-        if judgement.divided_by:
-            reason = "; ".join(map(str, judgement.examples))
-            self._folder.write_division(
-                self._identity, Division(axes=judgement.divided_by, reason=reason)
-            )
-        elif judgement.rules:
-            assert self._stored is not None
-            self._stored = StoredGraph(
-                step=with_rules(document, judgement.rules),
-                documents=self._stored.documents,
-                blobs=self._stored.blobs,
-                rule_axes=tuple(judgement.rule_axes),
-            )
-
-    def _divide(self, divided: _Class, verdict: Mapping[str, Any]) -> list[_Class]:
-        axes = tuple(verdict["axes"])
-        if self._rank in divided.alike.coordinates:
-            self._identity = at_places(self._identity, axes, self._coordinates)
-            self._documents.clear()
-        return [
-            _Class(
-                # A name for those that are not in it: only its members know its fingerprint.
-                digest=f"{divided.digest} at {[part.coordinates[part.ranks[0]][a] for a in axes]}",
-                alike=part,
-                reason=verdict["reason"],
-            )
-            for part in divided.alike.divided(axes)
-        ]
-
-    def _hand_on(self, classes: list[_Class], holders: Mapping[str, list[int]]) -> None:
-        """Let every rank of a class have the graph of the rank that has it."""
-        own = next(each for each in classes if self._rank in each.alike.coordinates)
-        is_source = self._rank == _source(own, holders)
+    def _hand_on(self, classes: Sequence[_Class], own: _Class) -> None:
+        """Give every rank of a class that shares a graph the graph of the rank that has it."""
+        is_source = own.is_shared and self._rank == own.source
         written = b""
-        if is_source and own.can_be_stored and self._stored is not None:
-            written = self._folder.write_graph(self._identity, self._graph.kind, self._stored)
+        if is_source and self._loaded is None:
+            written = self._write()
         self._exchange.gather(None)  # from here on, what is stored can be found
         if self._lacks(own):
-            self._find_again()
+            found = self._folder.find(self._identity, self._graph)
+            self._loaded = found if isinstance(found, Loaded) else None
         lacking = self._exchange.gather(self._lacks(own))
         for each in classes:
             if not any(lacking[rank] for rank in each.alike.ranks):
@@ -411,15 +309,64 @@ class _Sharing(Generic[CapturedT]):
             data: bytes | None = None
             if each is own and is_source:
                 data = written if self._loaded is None else contents_of(self._loaded.path)
-            received = self._exchange.broadcast(data, source=_source(each, holders))
+            received = self._exchange.broadcast(data, source=each.source)
             if received and each is own and self._lacks(own):
                 self._loaded = self._folder.take(self._identity, self._graph, received)
-        unverified = None if self._is_verified else self._contents(self._loaded)
+        unverified = None if self._is_verified else self._contents()
         self._verify_for_others(self._exchange.gather(unverified))
 
-    def _contents(self, found: Loaded[CapturedT] | Division | None) -> list[str] | None:
-        """What a loaded graph is told by: ranks with equal ones run the very same graph."""
-        if not isinstance(found, Loaded):
+    def _capture_own(self, classes: Sequence[_Class], own: _Class) -> None:
+        """Capture where no other rank has a graph that this one can use; store it if apart."""
+        is_stored = not own.is_shared and own.is_storable
+        self._capture(self._loaded is None and self._captured is None, is_stored=is_stored)
+        if not own.is_shared:
+            self._identity = self._at_own_place()
+        if is_stored:
+            self._write()
+        captured = self._exchange.gather(self._captured is not None)
+        for each in classes:
+            if not each.is_shared:
+                each.captured_by = tuple(rank for rank in each.alike.ranks if captured[rank])
+
+    def _capture(self, is_wanted: bool, *, is_stored: bool) -> None:
+        """Capture on the ranks where that is wanted. All ranks raise if a capture fails.
+
+        Args:
+            is_wanted: whether this rank captures.
+            is_stored: whether the graph is encoded too.
+        """
+        failed: Exception | None = None
+        if is_wanted:
+            try:
+                self._captured = self._graph.capture()
+                if is_stored:
+                    self._stored = self._graph.encode(self._captured)
+                    self._document = _document_bytes(self._stored.step)
+            except ArtifactError as error:
+                if self._captured is None:
+                    failed = error
+                else:
+                    logger.warning(f"--compile.artifacts: this graph cannot be stored: {error}")
+            except Exception as error:  # noqa: BLE001  # other ranks must hear of whatever it is
+                failed = error
+        self._exchange.all_succeeded(failed, what="could not capture its graph")
+
+    def _write(self) -> bytes:
+        """Store the graph that was captured here, if any. Return its bytes."""
+        if self._stored is None:
+            return b""
+        return self._folder.write_graph(self._identity, self._graph.kind, self._stored)
+
+    def _at_own_place(self) -> Fingerprint:
+        return at_places(self._identity, tuple(self._coordinates), self._coordinates)
+
+    def _lacks(self, own: _Class) -> bool:
+        return own.is_shared and self._loaded is None and self._captured is None
+
+    def _contents(self) -> list[str] | None:
+        """Return what tells the loaded graph: ranks with equal ones run the very same graph."""
+        found = self._loaded
+        if found is None:
             return None
         axes = [axis for axis in (*found.rule_axes, PIPELINE_AXIS) if axis in self._coordinates]
         places = [f"{axis} {self._coordinates[axis]}" for axis in axes]
@@ -429,10 +376,10 @@ class _Sharing(Generic[CapturedT]):
         """Verify each graph that ranks have loaded, on the lowest rank that has the very same one.
 
         Args:
-            contents: by rank: ``_contents`` of what it loaded; None if nothing is to be verified.
+            contents: by rank, its ``_contents``; None if nothing is to be verified.
 
         Returns:
-            By rank, whether it has a graph that was found sound.
+            Whether a rank has a sound graph, by rank.
         """
         own = contents[self._rank]
         problem: str | None = None
@@ -454,41 +401,11 @@ class _Sharing(Generic[CapturedT]):
                 self._loaded, self._is_verified = None, False
         return [each is not None and problems[contents.index(each)] is None for each in contents]
 
-    def _capture_what_nobody_gave(self) -> None:
-        """Capture where what others have cannot be used; they hear of it if that fails."""
-        failed: Exception | None = None
-        if self._loaded is None and self._captured is None:
-            try:
-                self._captured = self._graph.capture()
-            except Exception as error:  # noqa: BLE001  # other ranks must hear of whatever it is
-                failed = error
-        self._exchange.all_succeeded(failed, what="could not capture its graph")
-
-    def _lacks(self, own: _Class) -> bool:
-        return own.can_be_stored and self._loaded is None and self._captured is None
-
-    def _find_again(self) -> None:
-        found = self._folder.find(self._identity, self._graph)
-        if isinstance(found, Loaded):
-            self._loaded = found
-
 
 def _listed(paths: Sequence[str]) -> str:
     shown = ", ".join(paths[:_MOST_PATHS])
     more = len(paths) - _MOST_PATHS
     return f"other ranks have another {shown}" + (f" and {more} more" if more > 0 else "")
-
-
-def _is_first(alike: AlikeRanks, rank: int, rule_axes: Sequence[str]) -> bool:
-    axes = [axis for axis in (*rule_axes, PIPELINE_AXIS) if axis in alike.coordinates[rank]]
-    (part,) = (part for part in alike.divided(axes) if rank in part.coordinates)
-    return part.ranks[0] == rank
-
-
-def _source(of: _Class, holders: Mapping[str, list[int]]) -> int:
-    """The rank from which the others of a class have their graph."""
-    held = holders.get(of.digest, [])
-    return held[0] if held else of.origin
 
 
 def _document_bytes(document: Mapping[str, Any]) -> bytes:

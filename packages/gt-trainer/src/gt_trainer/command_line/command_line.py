@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from gt_config.errors import numbered_problems
 from gt_trainer.command_line.known_flags import (
     SHORT_NAMES,
     contradictory_spellings,
@@ -92,11 +93,7 @@ class UsageError(ValueError):
     def __str__(self) -> str:
         if len(self.problems) == 1:
             return self.problems[0]
-        lines = [f"the command line has {len(self.problems)} problems:"]
-        for number, problem in enumerate(self.problems, start=1):
-            bullet = f"  {number}. "
-            lines.append(bullet + problem.replace("\n", "\n" + " " * len(bullet)))
-        return "\n".join(lines)
+        return numbered_problems("the command line", self.problems)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

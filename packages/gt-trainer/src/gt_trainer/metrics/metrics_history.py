@@ -18,12 +18,14 @@ import errno
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
 
 from gt_trainer.launcher import RunStoppedError
+from gt_trainer.run_files import STARTS_FILE
 
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
@@ -201,3 +203,20 @@ def _strict(value: Any) -> Any:
 def _cannot_write(path: Path, error: OSError) -> MetricsFileError:
     reason = error.strerror or str(error)
     return MetricsFileError(f"cannot write {str(path)!r} ({reason}); choose another --dump_folder")
+
+
+def record_start(folder: Path, *, step: int, facts: dict[str, object]) -> None:
+    """Add this start to those before it; later ones, from which nothing is left, are dropped.
+
+    Args:
+        folder: the dump folder.
+        step: the first that this start trains, from 1.
+        facts: what was started, as values that JSON knows.
+
+    Raises:
+        MetricsFileError: the file cannot be written.
+        MetricsHistoryError: it is not one of ours.
+    """
+    history = MetricsHistory(folder / STARTS_FILE)
+    history.write({"step": step, "time": time.time(), **facts})
+    history.close()

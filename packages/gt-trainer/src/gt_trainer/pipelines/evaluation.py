@@ -1,4 +1,4 @@
-"""Validation of a pipeline whose stages a solver placed: each on the forward that was planned."""
+"""Validation of placed models and of placed stages: on the forward that was planned."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from gt_autoparallel import allow_evaluation
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan
 from gt_trainer.pipelines.planned_stages import stage_batch
 from gt_trainer.pipelines.split_model import cut_stages
+from gt_trainer.placement.example_batch import example_inputs, example_kwargs
 from gt_trainer.placement.expert_blocks import expert_blocks
-from gt_trainer.placement.planned_mesh import planned_shape
+from gt_trainer.placement.planned_mesh import num_batch_shards, planned_shape
 
 
 def allow_validation_of_stages(
@@ -49,13 +50,41 @@ def allow_validation_of_stages(
     mesh = planned_shape(parallel_dims)
     for index, part in cut_stages(whole, plan, parts).items():
         batch = stage_batch(part, index, training, mesh, microbatch_size=microbatch_size)
-        allow_evaluation(
-            parts[index],
-            part,
-            batch.inputs,
-            example_kwargs=batch.kwargs,
-            compute_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
-            reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-            experts=expert_blocks(part),
-            device=titan_utils.device_type,
-        )
+        _allow(parts[index], part, batch.inputs, batch.kwargs, training)
+
+
+def allow_validation(
+    model: Decoder, *, parallel_dims: ParallelDims, training: TrainingConfig
+) -> None:
+    """Let a placed decoder validate, if in evaluation mode it computes what was planned.
+
+    Every rank captures the model once more, on meta.
+
+    Args:
+        model: placed by ``place_decoder``.
+        parallel_dims: of the run.
+        training: as the model was planned with.
+
+    Raises:
+        PlanMismatchError: evaluation computes something else; names where.
+    """
+    with torch.device("meta"), titan_utils.set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
+        whole: Any = model.config.build()
+    num_shards = num_batch_shards(planned_shape(parallel_dims))
+    inputs = example_inputs(training, num_shards)
+    _allow(model, whole, inputs, example_kwargs(whole, training, num_shards), training)
+
+
+def _allow(
+    placed: nn.Module, whole: Any, inputs: Any, kwargs: Any, training: TrainingConfig
+) -> None:
+    allow_evaluation(
+        placed,
+        whole,
+        inputs,
+        example_kwargs=kwargs,
+        compute_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+        experts=expert_blocks(whole),
+        device=titan_utils.device_type,
+    )

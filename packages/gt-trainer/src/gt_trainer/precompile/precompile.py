@@ -1,44 +1,54 @@
 """Stored graphs for ranks that do not exist, made on a machine without their devices' number.
 
-Every capture is that of one rank of torch's fake process group, in a child of its own: DTensor
-keeps for a process what it found on its meshes. Which ranks capture, and what their captures say,
+Every capture runs as one rank of torch's fake process group, in a separate child: DTensor caches
+per process what it found on its meshes. Which ranks capture, and what their captures prove,
 is decided as in a run (``artifacts.alike_ranks``).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from gt_config import explain_difference
 from gt_passes.simulation import Hardware
 from gt_trace.artifacts.folder import ArtifactFolder
 from gt_trace.artifacts.mesh_axes import MeshAxes
-from gt_trace.artifacts.rank_differences import with_rules
+from gt_trace.artifacts.rank_differences import compare_documents, with_rules
 from gt_trace.errors import ArtifactError
+from gt_trainer._torch_internals import local_shape_at, process_group_named
 from gt_trainer.artifacts.alike_ranks import (
-    NUM_ROUNDS,
+    PIPELINE_AXIS,
     AlikeRanks,
-    Judgement,
+    Coordinates,
     RankGroup,
     groups_text,
-    judge,
+    spans,
 )
-from gt_trainer.artifacts.graph_folder import Division, GraphFolder, at_places
+from gt_trainer.artifacts.graph_folder import GraphFolder, OwnGraphs, at_places
 from gt_trainer.artifacts.run_artifacts import artifact_folder
 from gt_trainer.artifacts.run_identity import Machine, environment
-from gt_trainer.artifacts.storable_graph import StoredGraph
+from gt_trainer.dry_run.fake_pipeline import place_fake_stages, planned_pipeline
+from gt_trainer.dry_run.fake_step import fake_ranks, fake_step, meta_model
 from gt_trainer.dry_run.simulated_balance import balance_before_training, with_stages
 from gt_trainer.launcher import run_in_child
 from gt_trainer.parallelism_options import balance_of
 from gt_trainer.placement.kept_plan import PLAN_FILE, plan_file_of, with_plan_file
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
-from gt_trainer.precompile.alike_parts import AlikeParts, alike_parts
-from gt_trainer.precompile.rank_capture import RankCapture, capture_as_rank
+from gt_trainer.precompile.rank_capture import (
+    RankCapture,
+    artifacts_of,
+    capture_as_rank,
+    stored_stage,
+)
 from gt_trainer.quantization.quantized_model import with_quantized_model
 from gt_trainer.trainer import GraphTrainer
 
@@ -50,7 +60,7 @@ CAPTURE_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecompileReport:
-    """What was stored. ``str(report)`` says which ranks share a graph, and why."""
+    """The stored graphs. ``str(report)`` lists which ranks share a graph, and why."""
 
     folder: ArtifactFolder
     num_captures: int
@@ -69,14 +79,6 @@ class PrecompileReport:
         return "\n".join(lines)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Progress:
-    captures: dict[tuple[int, int | None], RankCapture] = field(default_factory=dict)
-    """By rank and stage."""
-
-    groups: list[RankGroup] = field(default_factory=list)
-
-
 def precompile(
     config: GraphTrainer.Config, world_size: int, *, hardware: Hardware | None = None
 ) -> PrecompileReport:
@@ -85,8 +87,8 @@ def precompile(
     Args:
         config: a finished configuration that ``preflight`` accepts, with ``compile.artifacts``.
         world_size: number of ranks, none of which is started.
-        hardware: the machine by which stages are balanced, and which plans are priced for, where
-            that is asked for; H100 SXM by default.
+        hardware: the machine for which stages are balanced and plans are priced; H100 SXM by
+            default.
 
     Raises:
         ChildFailedError: a capture failed; the text is its traceback.
@@ -119,22 +121,17 @@ def store_graphs(
     """
     folder = artifact_folder(config.compile)
     assert folder is not None
-    progress = _Progress()
-    for part in parts:
-        _settle(
-            part.alike,
-            part,
-            capture=partial(_capture_once, progress, config, world_size, part),
-            folder=folder,
-            progress=progress,
-            axes=(),
-            reason=part.reason,
-        )
-    return PrecompileReport(
-        folder=folder,
-        num_captures=len(progress.captures),
-        groups=tuple(progress.groups),
-    )
+    captures: dict[tuple[int, int | None], RankCapture] = {}
+    """Captures by rank and stage."""
+
+    def capture(part: AlikeParts, rank: int) -> RankCapture:
+        key = (rank, part.stages.get(rank))
+        if key not in captures:
+            captures[key] = _in_child(partial(capture_as_rank, config, world_size, *key))
+        return captures[key]
+
+    groups = tuple(_stored_part(part, partial(capture, part), folder) for part in parts)
+    return PrecompileReport(folder=folder, num_captures=len(captures), groups=groups)
 
 
 def _balanced(
@@ -159,101 +156,207 @@ def _planned_by(config: GraphTrainer.Config, path: Path | None) -> GraphTrainer.
     return planned
 
 
-def _settle(
-    alike: AlikeRanks,
-    part: AlikeParts,
-    *,
-    capture: Callable[[int], RankCapture],
-    folder: ArtifactFolder,
-    progress: _Progress,
-    axes: tuple[str, ...],
-    reason: str,
-) -> None:
-    """Store the graph of ranks that seem alike, or divide them.
+def _stored_part(
+    part: AlikeParts, capture: Callable[[int], RankCapture], folder: ArtifactFolder
+) -> RankGroup:
+    """Store the graph of ranks that seem alike, or the graph of each.
 
     Args:
-        alike: the ranks.
-        part: what they capture; some of its ranks.
-        capture: of one of them.
+        part: the ranks, and what they capture.
+        capture: captures as one of them.
         folder: where to store.
-        progress: what was found so far.
-        axes: along which the ranks were divided already.
-        reason: why.
     """
-    found, judgement = _judged(alike, capture)
-    first = found[alike.ranks[0]]
+    found = {rank: capture(rank) for rank in part.alike.witnesses}
+    _check_alike(part, found)
+    first = found[part.alike.ranks[0]]
     graphs = GraphFolder(folder, axes=MeshAxes(coordinates=first.coordinates))
-    identity = at_places(first.identity, axes, first.coordinates)
-    if judgement.divided_by:
-        why = "; ".join(map(str, judgement.examples))
-        graphs.write_division(identity, Division(axes=judgement.divided_by, reason=why))
-        for divided in alike.divided(judgement.divided_by):
-            _settle(
-                divided,
-                part,
-                capture=capture,
-                folder=folder,
-                progress=progress,
-                axes=(*axes, *judgement.divided_by),
-                reason=why,
+    documents = {rank: each.stored.step for rank, each in found.items()}
+    comparison = compare_documents(documents, part.alike.coordinates)
+    group = RankGroup(
+        ranks=part.alike.ranks,
+        captured_by=tuple(found),
+        num_rules=len(comparison.rules),
+        rule_axes=comparison.rule_axes,
+        reason=part.reason,
+        part=part.name,
+    )
+    if not comparison.unruled:
+        stored = replace(
+            first.stored,
+            step=with_rules(first.stored.step, comparison.rules),
+            rule_axes=comparison.rule_axes,
+        )
+        graphs.write_graph(first.identity, first.kind, stored)
+        return group
+    reason = comparison.reason()
+    graphs.write_own_graphs(first.identity, OwnGraphs(reason=reason))
+    for rank in part.alike.ranks:
+        own = capture(rank)
+        _check_alike(part, {part.alike.ranks[0]: first, rank: own})
+        at_own_place = at_places(own.identity, tuple(own.coordinates), own.coordinates)
+        graphs.write_graph(at_own_place, own.kind, own.stored)
+    return replace(
+        group,
+        captured_by=part.alike.ranks,
+        is_shared=False,
+        num_rules=0,
+        rule_axes=(),
+        reason=reason,
+    )
+
+
+def _check_alike(part: AlikeParts, found: Mapping[int, RankCapture]) -> None:
+    """Check that what was computed for all ranks from the first is so on those that captured.
+
+    Raises:
+        ArtifactError: a rank has another fingerprint or place.
+    """
+    origin, *_ = found
+    for rank, each in found.items():
+        differences = [
+            each.path for each in explain_difference(found[origin].identity, each.identity)
+        ]
+        if differences or each.coordinates != part.alike.coordinates[rank]:
+            raise ArtifactError(
+                f"ranks {origin} and {rank} cannot be stored for: they were thought alike, and "
+                f"differ in {', '.join(differences[:_MOST_PATHS]) or 'where they stand'}"
             )
-        return
-    stored = StoredGraph(
-        step=with_rules(first.stored.step, judgement.rules),
-        documents=first.stored.documents,
-        blobs=first.stored.blobs,
-        rule_axes=tuple(judgement.rule_axes),
-    )
-    graphs.write_graph(identity, first.kind, stored)
-    progress.groups.append(
-        RankGroup(
-            ranks=alike.ranks,
-            captured_by=tuple(sorted(found)),
-            num_rules=len(judgement.rules),
-            rule_axes=tuple(judgement.rule_axes),
-            reason=reason,
-            part=part.name,
-        )
-    )
-
-
-def _judged(
-    alike: AlikeRanks, capture: Callable[[int], RankCapture]
-) -> tuple[dict[int, RankCapture], Judgement]:
-    """Captures of ranks that seem alike, as many as it takes, and what they say."""
-    for round_number in range(NUM_ROUNDS):
-        ranks = alike.witnesses(round_number)
-        found = {rank: capture(rank) for rank in ranks}
-        first = found[ranks[0]]
-        for rank, each in found.items():
-            # What was computed for all ranks from the first must be so on those looked at.
-            differences = [each.path for each in explain_difference(first.identity, each.identity)]
-            if differences or each.coordinates != alike.coordinates[rank]:
-                raise ArtifactError(
-                    f"ranks {ranks[0]} and {rank} cannot be stored for: they were thought alike, "
-                    f"and differ in {', '.join(differences[:_MOST_PATHS]) or 'where they stand'}"
-                )
-        documents = {rank: each.stored.step for rank, each in found.items()}
-        judgement = judge(alike, documents, round_number=round_number)
-        if not judgement.needs_more:
-            break
-    return found, judgement
-
-
-def _capture_once(
-    progress: _Progress,
-    config: GraphTrainer.Config,
-    world_size: int,
-    part: AlikeParts,
-    rank: int,
-) -> RankCapture:
-    stage = part.stages.get(rank)
-    if (rank, stage) not in progress.captures:
-        progress.captures[rank, stage] = _in_child(
-            partial(capture_as_rank, config, world_size, rank, stage)
-        )
-    return progress.captures[rank, stage]
 
 
 def _in_child(function: Callable[[], Any]) -> Any:
     return run_in_child(function, timeout_seconds=CAPTURE_SECONDS)
+
+
+# Which ranks of a run that nobody has started seem alike, each with what it captures.
+#
+# All are found from the first rank: it places every stage of a pipeline on its own meshes, since
+# other pipeline ranks hold other stages over meshes of the same shape. Ranks that hold other
+# shapes are told apart by how tensors are placed, and stages by what would identify their
+# graphs.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlikeParts:
+    """Ranks of which nothing is known in which their graphs of some part of the model differ."""
+
+    alike: AlikeRanks
+    stages: Mapping[int, int]
+    """Which stage of a pipeline each rank would capture; empty without a pipeline."""
+
+    reason: str
+    """Why these ranks are apart from the first; "" of those."""
+
+    @property
+    def name(self) -> str:
+        """What part of the model it is; "" of the whole."""
+        found = sorted({*self.stages.values()})
+        if not found:
+            return ""
+        return f"stage{'s' if len(found) > 1 else ''} {', '.join(spans(found))}"
+
+
+def alike_parts(config: GraphTrainer.Config, world_size: int) -> tuple[AlikeParts, ...]:
+    """In a process without a group, which becomes the first rank: what all ranks would capture.
+
+    Args:
+        config: a finished configuration that ``preflight`` accepts.
+        world_size: number of ranks, none of which is started.
+    """
+    if config.parallelism.pipeline_parallel_degree > 1:
+        return _alike_stages(config, world_size)
+    with fake_step(config, world_size) as step:
+        axes = artifacts_of(config, step.parallel_dims, [step.model]).axes(step.model)
+        places = _places(axes, world_size)
+        by_shapes: dict[object, dict[int, Coordinates]] = {}
+        for rank, shapes in _shapes(step.model, axes, places).items():
+            by_shapes.setdefault(shapes, {})[rank] = places[rank]
+        return tuple(
+            AlikeParts(
+                alike=AlikeRanks(coordinates=ranks, is_placed=config.compile.autoparallel),
+                stages={},
+                reason="their tensors have other shapes" if number else "",
+            )
+            for number, ranks in enumerate(by_shapes.values())
+        )
+
+
+def _alike_stages(config: GraphTrainer.Config, world_size: int) -> tuple[AlikeParts, ...]:
+    with fake_ranks(world_size):
+        built = meta_model(config, world_size)
+        plan = planned_pipeline(config)
+        placed = place_fake_stages(config, built, plan, range(plan.schedule.num_stages))
+        found: dict[tuple[str, object], dict[int, Coordinates]] = {}
+        stages: dict[tuple[str, object], dict[int, int]] = {}
+        artifacts = artifacts_of(config, built.parallel_dims, list(placed.parts.values()))
+        for index, part in placed.parts.items():
+            graph = stored_stage(placed, index, artifacts)
+            axes, identity = graph.axes, artifacts.identity(graph).digest
+            places = _places(axes, world_size)
+            for rank, shapes in _shapes(part, axes, places).items():
+                if index in plan.schedule.stages_of_rank(places[rank][PIPELINE_AXIS]):
+                    found.setdefault((identity, shapes), {})[rank] = places[rank]
+                    stages.setdefault((identity, shapes), {}).setdefault(rank, index)
+        parts: list[AlikeParts] = []
+        known: set[str] = set()
+        for (identity, shapes), ranks in found.items():
+            reason = "their tensors have other shapes" if identity in known else ""
+            if known and not reason:
+                reason = "they hold another stage"
+            known.add(identity)
+            parts.append(
+                AlikeParts(
+                    alike=AlikeRanks(coordinates=ranks, is_placed=config.compile.autoparallel),
+                    stages=stages[identity, shapes],
+                    reason=reason,
+                )
+            )
+        return tuple(parts)
+
+
+def _places(axes: MeshAxes, world_size: int) -> dict[int, dict[str, int]]:
+    """Where every rank stands, by what the first rank knows of its own meshes."""
+    steps = {label: _stride(axes, label) for label in axes.coordinates}
+    return {
+        rank: {label: rank // steps[label] % axes.sizes[label] for label in steps}
+        for rank in range(world_size)
+    }
+
+
+def _stride(axes: MeshAxes, label: str) -> int:
+    """How far apart neighbours along an axis are; the first rank stands at the start of each."""
+    ranks = dist.get_process_group_ranks(process_group_named(axes.group(label)))
+    stride = ranks[1] if len(ranks) > 1 else 1
+    assert ranks == [n * stride for n in range(len(ranks))], f"axis {label} is irregular: {ranks}"
+    return stride
+
+
+def _shapes(
+    model: torch.nn.Module, axes: MeshAxes, places: Mapping[int, Coordinates]
+) -> dict[int, Any]:
+    """On each rank, the shapes of what is split unevenly somewhere."""
+    uneven = list(_uneven(model, axes))
+    return {
+        rank: tuple(
+            local_shape_at(tensor, [at[label] for label in labels]) for tensor, labels in uneven
+        )
+        for rank, at in places.items()
+    }
+
+
+def _uneven(model: torch.nn.Module, axes: MeshAxes) -> Iterator[tuple[DTensor, list[str]]]:
+    """Parameters and buffers whose parts are of several shapes, one of each kind, and their axes.
+
+    Their first and last parts differ, whatever torch's rule for the remainder.
+    """
+    seen: set[object] = set()
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not isinstance(tensor, DTensor):
+            continue
+        mesh = tensor.device_mesh
+        kind = (tensor.shape, tensor.placements, mesh)
+        ends = ([0] * mesh.ndim, [size - 1 for size in mesh.shape])
+        if kind in seen or len({local_shape_at(tensor, end) for end in ends}) == 1:
+            continue
+        seen.add(kind)
+        yield (
+            tensor,
+            [axes.label_of_group(mesh.get_group(dim).group_name) for dim in range(mesh.ndim)],
+        )

@@ -34,7 +34,6 @@ from gt_trainer.preflight.quantization_violations import device_violations
 from gt_trainer.step_folders import newest_checkpoint
 from gt_trainer.trainer import GraphTrainer
 
-_LEAVE_OUT = "leave the flag out"
 _LONGEST_NAME = 255
 
 
@@ -112,7 +111,6 @@ def _options_for_another_device(config: GraphTrainer.Config) -> Iterator[Violati
                 flag=f"--compile.{name}",
                 value=True,
                 allowed=f"False on cpu: {needs}",
-                fix=_LEAVE_OUT,
             )
         added = name.replace("_", "-")
         if added in config.compile.passes:

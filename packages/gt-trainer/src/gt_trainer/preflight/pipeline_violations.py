@@ -11,6 +11,7 @@ from torchtitan.config import ParallelismConfig
 from torchtitan.models.common.decoder import Decoder
 
 from gt_config import Violation
+from gt_config.idle_options import idle
 from gt_pipeline.errors import GtPipelineError
 from gt_pipeline.schedules import Schedule, limit_deferred_weights, lower
 from gt_pipeline.schedules.deferred_weights import max_deferred_weights
@@ -90,12 +91,8 @@ def balance_violations(parallelism: ParallelismConfig, *, is_placed: bool) -> It
         )
         return
     if parallelism.pipeline_parallel_degree < 2:
-        yield Violation(
-            flag=flag,
-            value=balance,
-            allowed=f"its default 'layers', since {_PREFIX}_degree is 1 and it would do nothing",
-            fix=f"drop the option, or use {_PREFIX}_degree 2 or more",
-        )
+        degree = f"{_PREFIX}_degree"
+        yield idle(flag, balance, "layers", because=f"{degree} is 1", remedy=f"{degree} 2 or more")
         return
     if balance == "planned" and not is_placed:
         yield Violation(

@@ -279,7 +279,6 @@ def _model_does_not_divide(model: ModelNumbers, topology: Topology) -> Iterator[
             flag=_PARALLELISM + "expert_parallel_degree",
             value=topology.ep,
             allowed="1: the model has no experts",
-            fix="leave the flag out",
         )
     elif topology.ep > 1 and model.num_experts is not None and model.num_experts % topology.ep:
         yield Violation(

@@ -31,13 +31,13 @@ from gt_passes import known_passes
 from gt_trainer.decoder.expert_layers import expert_layers
 from gt_trainer.device import intended_device_type
 from gt_trainer.models.hugging_face.causal_model import CausalModel
-from gt_trainer.preflight.context_parallel_violations import context_parallel_violations
 from gt_trainer.preflight.machine_violations import machine_violations
 from gt_trainer.preflight.option_declarations import ModelNumbers, RunNumbers
 from gt_trainer.preflight.pass_options import RunOptions, bitwise_violations, pass_violations
 from gt_trainer.preflight.pipeline_violations import pipeline_violations
 from gt_trainer.preflight.placement_violations import (
     autoparallel_violations,
+    context_parallel_violations,
     unsupported_placement,
 )
 from gt_trainer.preflight.plain_settings import (
@@ -54,9 +54,6 @@ from gt_trainer.preflight.quantization_violations import (
     untraceable_violations,
 )
 from gt_trainer.trainer import GraphTrainer
-
-# What a model of transformers' cannot be combined with, each by name.
-_LEAVE_OUT = "leave the flag out"
 
 
 def check_configuration(
@@ -152,7 +149,7 @@ def _unsupported_options(config: GraphTrainer.Config) -> Iterator[Violation]:
             flag="--training.disable_cuda_graphs",
             value=False,
             allowed="True: torchtitan's own CUDA graphs do not know the captured step",
-            fix=f"{_LEAVE_OUT}; --compile.cuda_graphs records the captured step",
+            fix="leave the flag out; --compile.cuda_graphs records the captured step",
         )
     if config.comm.mode != "default":
         yield Violation(
@@ -166,14 +163,13 @@ def _unsupported_options(config: GraphTrainer.Config) -> Iterator[Violation]:
             flag="--checkpoint.create_seed_checkpoint",
             value=True,
             allowed="False",
-            fix=f"{_LEAVE_OUT}; to train from the same weights, set --debug.seed",
+            fix="leave the flag out; to train from the same weights, set --debug.seed",
         )
     if config.profiler.enable_memory_snapshot and intended_device_type() == "cpu":
         yield Violation(
             flag="--profiler.enable_memory_snapshot",
             value=True,
             allowed="False on cpu: the snapshot records the CUDA allocator",
-            fix=_LEAVE_OUT,
         )
 
 
@@ -221,7 +217,7 @@ def _exchanges_of_unknown_operators(config: GraphTrainer.Config) -> Iterator[Vio
             flag="--compile.ep_overlap.enabled",
             value=True,
             allowed=f"False with {name}, of whose exchanges no launch and wait are known",
-            fix=f"{_LEAVE_OUT}, or choose a --config whose experts exchange by all-to-all",
+            fix="leave the flag out, or choose a --config whose experts exchange by all-to-all",
         )
         return
 
@@ -315,6 +311,7 @@ def budget_violations(config: GraphTrainer.Config, topology: Topology) -> Iterat
     )
 
 
+# Options that a model of transformers' cannot be combined with, each by name.
 _ALLOWED = "with a model of transformers'"
 
 
@@ -346,14 +343,12 @@ def hugging_face_violations(config: Any, topology: Topology) -> Iterator[Violati
             flag="--compile.autoparallel",
             value=True,
             allowed=f"False {_ALLOWED}: the solver's parts are those of torchtitan's decoders",
-            fix=_LEAVE_OUT,
         )
     if config.quantization:
         yield Violation(
             flag="--quantization",
             value="given",
             allowed=f"none {_ALLOWED}: its layers are none of torchtitan's, which are quantized",
-            fix=_LEAVE_OUT,
         )
     if config.training.seq_len > model.max_seq_len:
         yield Violation(
@@ -455,7 +450,6 @@ def export_violations(config: Any) -> Iterator[Violation]:
             flag=_EXPORT,
             value=True,
             allowed=f"False for {spec.name}, which has no state_dict_adapter",
-            fix=_LEAVE_OUT,
         )
         return
     with torch.device("meta"):
@@ -471,5 +465,4 @@ def export_violations(config: Any) -> Iterator[Violation]:
             allowed=f"False for {spec.name} {spec.flavor}: torchtitan's "
             f"{type(adapter).__name__} leaves out {len(lost)} of its {len(state)} parameters, "
             f"{lost[0]} among them",
-            fix=_LEAVE_OUT,
         )

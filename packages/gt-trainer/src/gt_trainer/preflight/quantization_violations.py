@@ -209,7 +209,6 @@ def _idle_options(
                 value=precision,
                 allowed=f"'none': the model has no {_NOUNS[kind]} that it would quantize"
                 + (f" ({'; '.join(reasons)})" if reasons else ""),
-                fix="leave the flag out",
             )
     if options.linears != "none":
         linears = [each.name for each in products if each.kind == "linear"]
