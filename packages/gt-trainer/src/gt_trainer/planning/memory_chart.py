@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from gt_trainer.dry_run.memory_over_step import MemoryOverStep
 from gt_trainer.dry_run.numbers_as_text import GIB
+from gt_trainer.dry_run.step_over_time import MemoryOverStep
 from gt_trainer.plot import Axis, linear_axis, plot
 
 _COLOURS = {

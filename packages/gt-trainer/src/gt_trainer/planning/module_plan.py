@@ -38,10 +38,10 @@ from gt_passes.simulation import Hardware, model_flops_utilization
 from gt_pipeline.errors import GtPipelineError
 from gt_trace import TracedStep
 from gt_trace.fsdp import MixedPrecision, shard
+from gt_trainer.dry_run.captured_dry_step import parameters_by_rank
 from gt_trainer.dry_run.fake_step import fake_ranks
 from gt_trainer.dry_run.numbers_as_text import GIB, ms
-from gt_trainer.dry_run.pipeline_dry_run import parameters_by_rank
-from gt_trainer.dry_run.simulated_run import simulate_run
+from gt_trainer.dry_run.simulate_steps import simulate_graphs, simulate_stages
 from gt_trainer.dry_run.step_facts import StepFacts
 from gt_trainer.planning.candidates import NoRecipeError
 from gt_trainer.planning.cluster import Cluster
@@ -62,9 +62,10 @@ from gt_trainer.planning.placed_module import (
 from gt_trainer.planning.plan_answer import binding, ranked_table, why_slower
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
 from gt_trainer.planning.run_recipe import RunRecipe
-from gt_trainer.planning.simulate_recipes import outcome_of_pipeline, outcome_of_step
+from gt_trainer.planning.simulate_recipes import outcome_of
 from gt_trainer.planning.staged_module import ModuleStages, StagedModule
 from gt_trainer.planning.step_bounds import ADAM_STATES
+from gt_trainer.steps.captured_step import WholeStepProgram
 from gt_trainer.steps.layer_tracer import layer_tracer
 
 
@@ -324,10 +325,12 @@ class ModuleTrial:
         optimize(traced, CompileConfig(verify_passes=False), passes=passes)
         facts = self._facts(recipe, mine.parameters(), num_microbatches=recipe.num_microbatches)
         labels = {} if placement is None else labels_of_placed(mesh_of(recipe, "cpu"))
-        run = simulate_run(traced, facts, labels=labels, hardware=self.machine)
+        run = simulate_graphs(
+            WholeStepProgram(traced).graphs, facts, labels=labels, hardware=self.machine
+        )
         if placement is None and recipe.memory_policy == "save_all":
             self.flops_per_token = run.graph.flops // (recipe.microbatch * self.tokens_per_sample)
-        return self._with_mfu(outcome_of_step(recipe, run))
+        return self._with_mfu(outcome_of(recipe, run))
 
     def placement_of(self, recipe: RunRecipe) -> PlacementPlan:
         """Where a solver puts the module's tensors; errors are those of ``find_placement``."""
@@ -353,8 +356,15 @@ class ModuleTrial:
         by_rank = parameters_by_rank(captured, staged.pipeline.schedule)
         fullest = max(by_rank, key=lambda each: sum(p.numel() for p in each))
         facts = self._facts(recipe, fullest, num_microbatches=1)  # all in one run of the schedule
-        run = staged.simulated(captured, facts, self.machine)
-        return self._with_mfu(outcome_of_pipeline(recipe, run))
+        run = simulate_stages(
+            captured,
+            staged.pipeline.schedule,
+            facts,
+            labels={},
+            hardware=self.machine,
+            shared_groups=stages.shared_groups,
+        )
+        return self._with_mfu(outcome_of(recipe, run))
 
     def _shared(self, recipe: RunRecipe, placement: PlacementPlan | None) -> tuple[nn.Module, Loss]:
         """The module with this rank's part of its parameters, and what gives its loss."""

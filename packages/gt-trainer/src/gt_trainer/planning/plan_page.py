@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from gt_trainer.dry_run.numbers_as_text import GIB
-from gt_trainer.dry_run.step_timeline import StepTimeline, TimelineRow
+from gt_trainer.dry_run.step_over_time import StepTimeline, TimelineRow
 from gt_trainer.planning.memory_chart import capacity_words, memory_axis, memory_chart
 from gt_trainer.planning.plan_answer import PlanAnswer, binding, ranking_changes, why_slower
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
