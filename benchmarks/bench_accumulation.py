@@ -28,7 +28,7 @@ from report import Report, Row, Sample  # noqa: E402
 from gt_config import Accumulation  # noqa: E402
 from gt_passes.simulation import PurposeTotal  # noqa: E402
 from gt_trainer.dry_run.dry_run import dry_run  # noqa: E402
-from gt_trainer.dry_run.simulated_run import SimulatedRun  # noqa: E402
+from gt_trainer.dry_run.simulated_step import SimulatedStep  # noqa: E402
 from gt_trainer.models.llama3 import llama3_8b  # noqa: E402
 from gt_trainer.preflight.preflight import check_configuration  # noqa: E402
 from gt_trainer.trainer import GraphTrainer  # noqa: E402
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _rows(workload: str, once: SimulatedRun, each: SimulatedRun) -> Iterator[Row]:
+def _rows(workload: str, once: SimulatedStep, each: SimulatedStep) -> Iterator[Row]:
     def row(metric: str, unit: str, ours: float, peer: float, *, simulated: bool = False) -> Row:
         return Row(
             workload=workload,
@@ -89,7 +89,7 @@ def _rows(workload: str, once: SimulatedRun, each: SimulatedRun) -> Iterator[Row
     yield row("peak", "GiB", _gib(once.peak_bytes), _gib(each.peak_bytes), simulated=True)
 
 
-def _simulated(accumulation: Accumulation, num_microbatches: int, layers: int) -> SimulatedRun:
+def _simulated(accumulation: Accumulation, num_microbatches: int, layers: int) -> SimulatedStep:
     config: GraphTrainer.Config = llama3_8b()
     assert config.model_spec is not None
     config.model_spec.model.layers = config.model_spec.model.layers[:layers]
@@ -104,7 +104,7 @@ def _simulated(accumulation: Accumulation, num_microbatches: int, layers: int) -
     return dry_run(config, _WORLD_SIZE).simulated
 
 
-def _total(run: SimulatedRun, purpose: str) -> PurposeTotal:
+def _total(run: SimulatedStep, purpose: str) -> PurposeTotal:
     (found,) = (total for total in run.by_purpose if total.purpose == purpose)
     return found
 

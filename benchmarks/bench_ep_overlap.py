@@ -40,7 +40,7 @@ from torch.fx import GraphModule  # noqa: E402
 from gt_config import ConfigError, EpOverlapConfig  # noqa: E402
 from gt_passes.ep_overlap import exposed_exchanges, interrupted_exchanges  # noqa: E402
 from gt_trainer.dry_run.dry_run import dry_run  # noqa: E402
-from gt_trainer.dry_run.simulated_run import SimulatedRun  # noqa: E402
+from gt_trainer.dry_run.simulated_step import SimulatedStep  # noqa: E402
 from gt_trainer.preflight.preflight import check_configuration  # noqa: E402
 
 _MODULE, _CONFIG, _WORLD_SIZE = "deepseek_v3", "deepseek_v3_16b", 32
@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _simulate(variant: Variant | None, num_layers: int | None) -> SimulatedRun:
+def _simulate(variant: Variant | None, num_layers: int | None) -> SimulatedStep:
     config = getattr(importlib.import_module(f"gt_trainer.models.{_MODULE}"), _CONFIG)()
     options: dict[str, Any] = dict(_BASE)
     if variant is not None:
@@ -139,7 +139,7 @@ def _simulate(variant: Variant | None, num_layers: int | None) -> SimulatedRun:
     return dry_run(config, _WORLD_SIZE).simulated
 
 
-def _rows_without(run: SimulatedRun) -> Iterator[Row]:
+def _rows_without(run: SimulatedStep) -> Iterator[Row]:
     exchange_us, exposed_us = _exchange(run)
     name = "without chunks"
     yield _row(name, "step_time", "ms", run.step_us / 1e3)
@@ -148,7 +148,7 @@ def _rows_without(run: SimulatedRun) -> Iterator[Row]:
     yield _row(name, "peak_gib", "GiB", run.peak_bytes / 2**30)
 
 
-def _rows(variant: Variant, run: SimulatedRun, without: SimulatedRun) -> Iterator[Row]:
+def _rows(variant: Variant, run: SimulatedStep, without: SimulatedStep) -> Iterator[Row]:
     exchange_us, exposed_us = _exchange(run)
     bounds = exchange_bounds(_graph_of(run), run.graph)
     least_us = sum(bound.least_exposed_us for bound in bounds)
@@ -187,7 +187,7 @@ def _row(
 
 
 def _notes(
-    variant: Variant, run: SimulatedRun, without: SimulatedRun, cpu_seconds: float
+    variant: Variant, run: SimulatedStep, without: SimulatedStep, cpu_seconds: float
 ) -> Iterator[str]:
     graph_module = _graph_of(run)
     exposed, interrupted = exposed_exchanges(graph_module), interrupted_exchanges(graph_module)
@@ -207,17 +207,17 @@ def _notes(
     )
 
 
-def _gain(run: SimulatedRun, without: SimulatedRun) -> float:
+def _gain(run: SimulatedStep, without: SimulatedStep) -> float:
     return without.step_us / run.step_us
 
 
-def _exchange(run: SimulatedRun) -> tuple[float, float]:
+def _exchange(run: SimulatedStep) -> tuple[float, float]:
     """Duration and exposed time of all token exchanges."""
     totals = [total for total in run.graph.by_purpose if total.purpose == "EP token exchange"]
     return sum(t.duration_us for t in totals), sum(t.exposed_us for t in totals)
 
 
-def _graph_of(run: SimulatedRun) -> GraphModule:
+def _graph_of(run: SimulatedStep) -> GraphModule:
     graph_module = run.graph.run.nodes[0].graph.owning_module
     assert isinstance(graph_module, GraphModule)  # dry_run simulates one
     return graph_module

@@ -32,10 +32,8 @@ from pipeline_simulation.step_by_step import StepByStep, simulate_step_by_step  
 from report import Report, Row, Sample  # noqa: E402
 
 from gt_passes.simulation import h100_hbm2e_500w  # noqa: E402
-from gt_trainer.dry_run.pipeline_dry_run import (  # noqa: E402
-    PipelineDryRunReport,
-    pipeline_dry_run,
-)
+from gt_trainer.dry_run.dry_run import captured_report  # noqa: E402
+from gt_trainer.dry_run.dry_run_report import DryRunReport  # noqa: E402
 from gt_trainer.preflight.preflight import check_configuration  # noqa: E402
 from gt_trainer.preflight.settled_defaults import settle_defaults  # noqa: E402
 from gt_trainer.quantization.quantization_options import QuantizationConfig  # noqa: E402
@@ -129,7 +127,7 @@ def _compare(published: Published, report: Report) -> None:
     report.rows += _idle_rows(name, found)
 
 
-def _predicted(published: Published) -> PipelineDryRunReport:
+def _predicted(published: Published) -> DryRunReport:
     with device.intended_for("cuda"):
         config = importlib.import_module("gt_trainer.models.llama3").llama3_405b_pp()
         config.training = dataclasses.replace(
@@ -140,11 +138,13 @@ def _predicted(published: Published) -> PipelineDryRunReport:
         config.parallelism.pipeline_parallel_microbatch_size = published.microbatch_size
         config, _ = settle_defaults(config, _WORLD_SIZE)
         check_configuration(config, _WORLD_SIZE, will_train=False)
-        return pipeline_dry_run(config, _WORLD_SIZE, hardware=h100_hbm2e_500w())
+        return captured_report(config, _WORLD_SIZE, hardware=h100_hbm2e_500w())
 
 
-def _published_rows(name: str, published: Published, found: PipelineDryRunReport) -> list[Row]:
+def _published_rows(name: str, published: Published, found: DryRunReport) -> list[Row]:
     simulated = found.simulated
+    assert simulated.schedule is not None
+    between = simulated.schedule.time
 
     def row(metric: str, unit: str, ours: float, peer: float | None = None) -> Row:
         return Row(
@@ -174,14 +174,15 @@ def _published_rows(name: str, published: Published, found: PipelineDryRunReport
             row(f"exposed_us {purpose}", "us", exposed)
             for purpose, exposed in simulated.exposed_us.items()
         ),
-        row("exposed_us gathers and reductions", "us", simulated.time.gathers),
-        row("exposed_us transfers", "us", simulated.time.transfers),
+        row("exposed_us gathers and reductions", "us", between.gathers),
+        row("exposed_us transfers", "us", between.transfers),
     ]
 
 
-def _idle_rows(name: str, found: PipelineDryRunReport) -> list[Row]:
+def _idle_rows(name: str, found: DryRunReport) -> list[Row]:
     """The worst rank's idle time, and the farthest that the two simulations are apart."""
-    ours = found.simulated.time.timeline
+    assert found.simulated.schedule is not None
+    ours = found.simulated.schedule.time.timeline
     theirs = again(found)
     apart = max(abs(a - b) / b for a, b in zip(ours.idle, theirs.idle, strict=True))
     assert apart <= _IDLE_BAND, f"idle times differ by {apart:.1%}"
@@ -205,15 +206,12 @@ def _idle_rows(name: str, found: PipelineDryRunReport) -> list[Row]:
     ]
 
 
-def again(found: PipelineDryRunReport) -> StepByStep:
+def again(found: DryRunReport) -> StepByStep:
     """The schedule of a dry run, simulated by other code at the same prices."""
-    spans = found.simulated.time.timeline.spans
-    prices = {span.action: span.duration for span in spans}
-    return simulate_step_by_step(
-        found.simulated.lowered,
-        prices.__getitem__,
-        overlap_gathers=found.simulated.overlaps_gathers,
-    )
+    schedule = found.simulated.schedule
+    assert schedule is not None
+    prices = {span.action: span.duration for span in schedule.time.timeline.spans}
+    return simulate_step_by_step(schedule.lowered, prices.__getitem__, overlap_gathers=True)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

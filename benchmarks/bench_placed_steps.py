@@ -36,8 +36,9 @@ from report import Report, Row, Sample  # noqa: E402
 
 from gt_autoparallel import PlacementError  # noqa: E402
 from gt_config import AutoParallelConfig, ConfigError  # noqa: E402
-from gt_trainer.dry_run.dry_run import DryRunReport, dry_run  # noqa: E402
-from gt_trainer.dry_run.simulated_run import SimulatedRun  # noqa: E402
+from gt_trainer.dry_run.dry_run import dry_run  # noqa: E402
+from gt_trainer.dry_run.dry_run_report import DryRunReport  # noqa: E402
+from gt_trainer.dry_run.simulated_step import SimulatedStep  # noqa: E402
 from gt_trainer.models.catalog import CATALOG, CatalogEntry  # noqa: E402
 from gt_trainer.preflight.preflight import check_configuration  # noqa: E402
 from gt_trainer.preflight.settled_defaults import settle_defaults  # noqa: E402
@@ -112,7 +113,6 @@ def _compare(entry: CatalogEntry, report: Report, asked: argparse.Namespace) -> 
     yield
     assert planned.beside_by_hand is not None
     by_hand = planned.beside_by_hand.by_hand
-    assert isinstance(by_hand, SimulatedRun)
     name = name_of(planned.degrees, config.compile.memory_policy)
     shipped = ExpertRun(name=name, run=by_hand)
     experts = []
@@ -130,16 +130,14 @@ def _planned(config: GraphTrainer.Config, world_size: int) -> DryRunReport:
     by_hand = config_by_hand(config, config.compile.memory_policy, world_size)
     config, _ = settle_defaults(config, world_size)
     check_configuration(config, world_size, will_train=False)
-    found = dry_run(config, world_size, by_hand=by_hand)
-    assert isinstance(found, DryRunReport)
-    return found
+    return dry_run(config, world_size, by_hand=by_hand)
 
 
-def _rows(entry: CatalogEntry, planned: SimulatedRun, best: ExpertRun) -> Iterator[Row]:
-    def of(run: SimulatedRun) -> dict[tuple[str, str], float]:
+def _rows(entry: CatalogEntry, planned: SimulatedStep, best: ExpertRun) -> Iterator[Row]:
+    def of(run: SimulatedStep) -> dict[tuple[str, str], float]:
         return {
             ("step_time", "ms"): run.step_us / 1e3,
-            ("exposed_us", "us"): run.exposed_us,
+            ("exposed_us", "us"): run.all_exposed_us,
             ("peak_gib", "GiB"): run.peak_bytes / 2**30,
         }
 

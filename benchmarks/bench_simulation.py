@@ -32,7 +32,7 @@ from report import Report, Row, Sample  # noqa: E402
 from gt_config import ConfigError  # noqa: E402
 from gt_passes.simulation.hardware import load_hardware  # noqa: E402
 from gt_trainer.dry_run.dry_run import dry_run  # noqa: E402
-from gt_trainer.dry_run.simulated_run import SimulatedRun  # noqa: E402
+from gt_trainer.dry_run.simulated_step import SimulatedStep  # noqa: E402
 from gt_trainer.preflight.preflight import check_configuration  # noqa: E402
 
 _MEASURED_ON = Path(__file__).parent / "published" / "graph_trainer_host.json"
@@ -183,7 +183,7 @@ def _compare_on_gpu(workload: Workload, published: Published, report: Report) ->
     report.rows += _rows(name, published, simulated)
 
 
-def _rows(name: str, published: Published, simulated: SimulatedRun) -> list[Row]:
+def _rows(name: str, published: Published, simulated: SimulatedStep) -> list[Row]:
     facts = simulated.facts
     published_ms = 1e3 * facts.tokens / published.tokens_per_second_per_gpu / facts.num_gpus
     rows = [

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gt_config.compile_config import MemoryPolicy
-from gt_trainer.dry_run.dry_run import DryRunReport, dry_run
-from gt_trainer.dry_run.simulated_run import SimulatedRun
+from gt_trainer.dry_run.dry_run import dry_run
+from gt_trainer.dry_run.simulated_step import SimulatedStep
 from gt_trainer.preflight.preflight import check_configuration
 from gt_trainer.preflight.settled_defaults import settled_by_hand
 from gt_trainer.trainer import GraphTrainer
@@ -37,13 +37,13 @@ class ExpertRun:
     name: str
     """Degrees and memory policy."""
 
-    run: SimulatedRun
+    run: SimulatedStep
 
     def __str__(self) -> str:
         fits = "" if self.run.fits else " (does not fit)"
         return (
             f"{self.name}: {self.run.step_us / 1e3:.1f} ms, "
-            f"{self.run.exposed_us / 1e3:.1f} ms exposed, "
+            f"{self.run.all_exposed_us / 1e3:.1f} ms exposed, "
             f"{self.run.peak_bytes / 2**30:.2f} GiB{fits}"
         )
 
@@ -91,7 +91,6 @@ def _simulated(config: GraphTrainer.Config, policy: MemoryPolicy, world_size: in
     found = dry_run(
         config_by_hand(config, policy, world_size), world_size, is_allowed=lambda _: False
     )
-    assert isinstance(found, DryRunReport)
     return ExpertRun(name=name_of(found.degrees, policy), run=found.simulated)
 
 

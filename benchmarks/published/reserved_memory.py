@@ -16,27 +16,26 @@ Blocks that are lost between others of the same stream are not counted.
 
 from __future__ import annotations
 
-from gt_pipeline.estimates import RankMemory
-from gt_trainer.dry_run.simulated_pipeline import ADAM_STATES, SimulatedPipeline
-from gt_trainer.dry_run.simulated_run import SimulatedRun
+from gt_pipeline.estimates import ADAM_STATES, RankMemory
+from gt_trainer.dry_run.simulated_step import SimulatedStep
 
 
-def reserved_bytes(simulated: SimulatedRun | SimulatedPipeline) -> int:
+def reserved_bytes(simulated: SimulatedStep) -> int:
     """Of the rank that holds most; of a pipeline without what its all-gathers write (1 %)."""
-    if isinstance(simulated, SimulatedPipeline):
+    if simulated.schedule is not None:
         return max(map(_of_rank, simulated.memory))
-    at_peak = simulated.graph.memory.bytes_by_kind.get("outputs", 0)
+    at_peak = simulated.fullest.peak.bytes_by_part["gradients"]
     reduced = max(0, simulated.facts.parameter_bytes_per_rank - at_peak)
     return simulated.peak_bytes + reduced + _gathered_bytes(simulated)
 
 
 def _of_rank(memory: RankMemory) -> int:
-    if memory.action is None:  # the optimizer has them
+    if memory.peak.action is None:  # the optimizer has them
         return memory.peak_bytes
-    return memory.peak_bytes + memory.bytes_by_part["optimizer state"] // ADAM_STATES
+    return memory.peak_bytes + memory.peak.bytes_by_part["optimizer state"] // ADAM_STATES
 
 
-def _gathered_bytes(simulated: SimulatedRun) -> int:
+def _gathered_bytes(simulated: SimulatedStep) -> int:
     """What the root's all-gather writes, and the largest of a layer."""
     gathers = [each for each in simulated.graph.collectives if each.purpose == "FSDP unshard"]
     of_layers = [each.num_bytes for each in gathers if each.module.startswith("layers.")]

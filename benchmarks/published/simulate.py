@@ -18,7 +18,6 @@ from gt_passes.simulation.hardware import shipped_hardware  # noqa: E402
 from gt_trainer.command_line.command_line import flags_given  # noqa: E402
 from gt_trainer.command_line.overrides import apply_overrides  # noqa: E402
 from gt_trainer.dry_run.dry_run import dry_run  # noqa: E402
-from gt_trainer.dry_run.simulated_pipeline import SimulatedPipeline  # noqa: E402
 from gt_trainer.models.adapt import with_positions  # noqa: E402
 from gt_trainer.models.held_out_runs import HELD_OUT_RUNS  # noqa: E402
 from gt_trainer.models.published_runs import PUBLISHED_RUNS  # noqa: E402
@@ -57,17 +56,12 @@ def main(name: str) -> None:
         check_configuration(config, published.world_size, will_train=False)
         hardware = shipped_hardware(f"{published.hardware}.json")
         simulated = dry_run(config, published.world_size, hardware=hardware).simulated
-    exposed_us = (
-        simulated.all_exposed_us
-        if isinstance(simulated, SimulatedPipeline)
-        else simulated.exposed_us
-    )
     row = SimulatedRow(
         tokens_per_second_per_gpu=simulated.tokens_per_second_per_gpu,
         peak_gib=simulated.peak_bytes / 2**30,
         reserved_gib=reserved_bytes(simulated) / 2**30,
         fits=simulated.fits,
-        exposed_share=exposed_us / simulated.step_us,
+        exposed_share=simulated.all_exposed_us / simulated.step_us,
         cpu_seconds=time.process_time(),
         process_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     )

@@ -23,17 +23,19 @@ def launch_where_plans_are_slow(*args, **kwargs):
 
     def judgement(*args):
         # Not before ranks are forked: it starts threads.
-        from gt_trainer.dry_run import pipeline_judge
+        from gt_trainer.dry_run import dry_run
 
-        simulated = pipeline_judge.pipeline_dry_run
+        simulated = dry_run.captured_report
 
         def slow_if_planned(config, *args, **kwargs):
             found = simulated(config, *args, **kwargs)
-            step_us = found.simulated.step_us + 1e6 * config.compile.autoparallel
-            slow = dataclasses.replace(found.simulated, step_us=step_us)
+            took = found.simulated.sensitivity
+            time_us = took.time_us + 1e6 * config.compile.autoparallel
+            took = dataclasses.replace(took, time_us=time_us)
+            slow = dataclasses.replace(found.simulated, sensitivity=took)
             return dataclasses.replace(found, simulated=slow)
 
-        pipeline_judge.pipeline_dry_run = slow_if_planned
+        dry_run.captured_report = slow_if_planned
         return judge(*args)
 
     run._judgement = judgement

@@ -15,7 +15,8 @@ from stamping.cases import MODELS, with_layers
 
 from gt_config import CaptureLayers
 from gt_trace.stamping import StampReport
-from gt_trainer.dry_run.fake_pipeline import FakePipeline, capture_divided, planned_pipeline
+from gt_trainer.dry_run.captured_dry_step import CapturedDryStep, capture_divided
+from gt_trainer.dry_run.fake_pipeline import planned_pipeline
 from gt_trainer.dry_run.fake_step import fake_ranks, meta_model
 
 MESHES = {
@@ -29,7 +30,9 @@ MESHES = {
 QUICK = (("llama3", "PP x FSDP x TP"),)
 
 
-def captured(model: str, mesh: str, num_layers: int, capture_layers: CaptureLayers) -> FakePipeline:
+def captured(
+    model: str, mesh: str, num_layers: int, capture_layers: CaptureLayers
+) -> CapturedDryStep:
     """Two stages of half of the layers each."""
     module, name = MODELS[model]
     config = getattr(importlib.import_module(f"gt_trainer.models.{module}"), name)()

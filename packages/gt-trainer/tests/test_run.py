@@ -18,7 +18,7 @@ from torchtitan.config import ParallelismConfig
 from gt_autoparallel import JudgedStep
 from gt_config import CompileConfig, Fingerprint
 from gt_trainer import run
-from gt_trainer.dry_run import dry_run, pipeline_judge
+from gt_trainer.dry_run import dry_run
 from gt_trainer.launcher import RunStoppedError
 from gt_trainer.metrics.metrics_history import MetricsFileError
 from gt_trainer.models import llama3
@@ -223,7 +223,7 @@ class TestJudgementOfAPipeline:
         config.compile = replace(config.compile, autoparallel=True)
         monkeypatch.setattr(run, "describe_run", lambda _, world_size: f"a run of {world_size}")
         monkeypatch.setattr(judged_run, "judged_run", lambda *_: self.RUN)
-        monkeypatch.setattr(pipeline_judge, "judge_before_training", judge)
+        monkeypatch.setattr(dry_run, "judge_before_training", judge)
         monkeypatch.setattr(type(config), "build", build)
         run.train(config, by_hand=by_hand if may_go_by_hand else None)
         assert found[0].compile.autoparallel is (len(found) == 1)

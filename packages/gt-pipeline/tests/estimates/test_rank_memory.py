@@ -10,7 +10,7 @@ from schedule_cases import natural_schedule
 from gt_pipeline.estimates import MEMORY_PARTS, ActionMemory, StageMemory, rank_memory
 from gt_pipeline.schedules import SCHEDULE_NAMES, lower, peak_live
 
-_RUNNING = ActionMemory(extra_bytes=7, launched_bytes=0, made_bytes={}, num_unsized=0)
+_RUNNING = ActionMemory(extra_bytes=7, launched_bytes=0, num_unsized=0)
 _KINDS = ("UNSHARD", "FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "REDUCE_GRAD")
 STAGE = StageMemory(
     state_bytes=1000,
@@ -53,15 +53,15 @@ def test_the_peak_is_the_sum_of_its_parts(name: str, rank: int) -> None:
         leaving_bytes=5,
     )
     found = peak(name, rank, stage)
-    assert sum(found.bytes_by_part.values()) == found.peak_bytes
-    assert tuple(found.bytes_by_part) == MEMORY_PARTS
+    assert sum(found.peak.bytes_by_part.values()) == found.peak_bytes
+    assert tuple(found.peak.bytes_by_part) == MEMORY_PARTS
     assert found.peak_bytes == max(each.num_bytes for each in found.moments)
     first, *_, last = found.moments
     assert str(first.action).startswith(f"{rank}U")
     assert last.action is None
     num_stages = 1 if name in ("GPipe", "1F1B") else 2
-    assert found.bytes_by_part["parameters and buffers"] == 1000 * num_stages
-    assert found.bytes_by_part["optimizer state"] == 2 * 800 * num_stages
+    assert found.peak.bytes_by_part["parameters and buffers"] == 1000 * num_stages
+    assert found.peak.bytes_by_part["optimizer state"] == 2 * 800 * num_stages
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
@@ -70,14 +70,18 @@ def test_activations_are_those_of_the_chunks_that_are_live(name: str) -> None:
     for rank in range(4):
         # Halves of a backward hold as much between them, and nothing else counts.
         found = peak(name, rank, replace(STAGE, saved_bytes=10**6, between_bytes=10**6))
-        before = live[rank] - (found.action is not None and found.action.kind == "FORWARD")
-        assert found.bytes_by_part["activations"] >= 10**6 * (before - 1)
-        assert found.peak_live == live[rank]
+        before = live[rank] - (
+            found.peak.action is not None and found.peak.action.kind == "FORWARD"
+        )
+        assert found.peak.bytes_by_part["activations"] >= 10**6 * (before - 1)
+        held = max(moment.bytes_by_part["activations"] for moment in found.moments)
+        # While a pair of DualPipeV runs, what it makes and what it frees both count as live.
+        assert live[rank] - (name == "DualPipeV") <= held / 10**6 <= live[rank]
 
 
 def test_1f1b_keeps_one_microbatch_less_on_each_rank() -> None:
     held = [
-        peak("1F1B", rank, replace(STAGE, saved_bytes=10**6)).bytes_by_part["activations"]
+        peak("1F1B", rank, replace(STAGE, saved_bytes=10**6)).peak.bytes_by_part["activations"]
         for rank in range(4)
     ]
     assert held == [4 * 10**6, 3 * 10**6, 2 * 10**6, 10**6]
@@ -99,14 +103,14 @@ def test_sums_of_gradients_are_held_until_the_reduction_is_waited_for() -> None:
         actions={**STAGE.actions, "REDUCE_GRAD": launched},
     )
     found = peak("Interleaved1F1B", 0, stage)
-    assert found.bytes_by_part["gradients"] == 2 * 500 + 2 * 10
-    assert found.action is not None
-    assert found.action.kind == "REDUCE_GRAD"
+    assert found.peak.bytes_by_part["gradients"] == 2 * 500 + 2 * 10
+    assert found.peak.action is not None
+    assert found.peak.action.kind == "REDUCE_GRAD"
 
 
 def test_what_is_sent_is_held_until_it_has_arrived() -> None:
     stage = replace(STAGE, leaving_bytes=10**6)
     # The first rank's output of a microbatch is held until its gradient shows that it was used;
     # the last rank's goes nowhere.
-    assert peak("1F1B", 0, stage).bytes_by_part["transfers"] >= 3 * 10**6
-    assert peak("1F1B", 3, stage).bytes_by_part["transfers"] == 0
+    assert peak("1F1B", 0, stage).peak.bytes_by_part["transfers"] >= 3 * 10**6
+    assert peak("1F1B", 3, stage).peak.bytes_by_part["transfers"] == 0

@@ -138,7 +138,7 @@ def _judgement(
     was found in that time is taken, if nobody could say what it is worth.
     """
     # Imported here: no other run pays for the solver and the simulation.
-    from gt_trainer.dry_run.pipeline_judge import judge_before_training
+    from gt_trainer.dry_run.dry_run import judge_before_training
     from gt_trainer.placement.judged_run import judgement_for
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

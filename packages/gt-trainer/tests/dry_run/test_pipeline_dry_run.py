@@ -15,9 +15,9 @@ import pytest
 from gt_pipeline.schedules import simulate
 from gt_trainer.device import intended_for
 from gt_trainer.dry_run.dry_run import changes_that_need_less, dry_run
+from gt_trainer.dry_run.dry_run_report import DryRunReport
 from gt_trainer.dry_run.fake_step import fake_ranks
-from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport
-from gt_trainer.dry_run.step_timeline import timeline_of_pipeline
+from gt_trainer.dry_run.step_over_time import memory_over_step, step_timeline
 from gt_trainer.pipelines.split_model import names_of_first_rank
 from gt_trainer.preflight.preflight import check_configuration, configuration_violations
 from gt_trainer.preflight.settled_defaults import settle_defaults
@@ -26,7 +26,7 @@ from gt_trainer.trainer import GraphTrainer
 
 def run(
     name: str, world_size: int, *, batch_size: int, folder: Path | None = None, **parallelism: Any
-) -> PipelineDryRunReport:
+) -> DryRunReport:
     """As ``gt-train --dry-run`` does it."""
     with intended_for("cuda"):
         module = name.removesuffix("_debugmodel")
@@ -43,14 +43,12 @@ def run(
         config.compile = dataclasses.replace(config.compile, verify_passes=False)
         config, _ = settle_defaults(config, world_size)
         check_configuration(config, world_size, will_train=False)
-        report = dry_run(
+        return dry_run(
             config,
             world_size,
             trace_path=folder and folder / "schedule.json",
             timeline_path=folder and folder / "ranks.html",
         )
-    assert isinstance(report, PipelineDryRunReport)
-    return report
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +57,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def dense(written: Path) -> PipelineDryRunReport:
+def dense(written: Path) -> DryRunReport:
     """PP 2 x TP 2 x FSDP 2."""
     return run(
         "llama3_debugmodel",
@@ -73,7 +71,7 @@ def dense(written: Path) -> PipelineDryRunReport:
 
 
 @cache
-def experts() -> PipelineDryRunReport:
+def experts() -> DryRunReport:
     """PP 2 x EP 2 x FSDP 2, a forward and a backward at once."""
     return run(
         "deepseek_v3_debugmodel",
@@ -87,8 +85,8 @@ def experts() -> PipelineDryRunReport:
     )
 
 
-def test_a_timeline_has_a_row_for_each_rank(dense: PipelineDryRunReport) -> None:
-    timeline = timeline_of_pipeline(dense.simulated)
+def test_a_timeline_has_a_row_for_each_rank(dense: DryRunReport) -> None:
+    timeline = step_timeline(dense.simulated)
     assert [each.name for each in timeline.rows] == ["rank 0", "rank 1"]
     for row in timeline.rows:
         assert {each.kind for each in row.bars} == {"forward", "backward", "optimizer"}
@@ -96,30 +94,36 @@ def test_a_timeline_has_a_row_for_each_rank(dense: PipelineDryRunReport) -> None
     assert timeline.what == "a step, on the ranks of a pipeline"
 
 
-def check_sums(report: PipelineDryRunReport) -> None:
+def check_sums(report: DryRunReport) -> None:
     """Parts add up: of the step, of an action's time, and of each rank's peak."""
     simulated = report.simulated
-    time = simulated.time
+    assert simulated.schedule is not None
+    time = simulated.schedule.time
     parts = (time.actions, time.bubble, time.transfers, time.gathers)
     assert sum(parts) == pytest.approx(time.makespan)
     inside = simulated.computing_us + sum(simulated.exposed_us.values()) + simulated.waiting_us
     assert inside == pytest.approx(time.actions)
-    behind = simulated.shared_us + simulated.optimizer_us
+    behind = simulated.schedule.shared_us + simulated.optimizer_us
     assert simulated.step_us == pytest.approx(time.makespan + behind)
+    assert report.schedule is not None
     assert len(simulated.memory) == report.schedule.num_ranks
     for rank in simulated.memory:
-        assert sum(rank.bytes_by_part.values()) == rank.peak_bytes
+        assert sum(rank.peak.bytes_by_part.values()) == rank.peak_bytes
     assert simulated.peak_bytes == max(rank.peak_bytes for rank in simulated.memory)
+    over_step = memory_over_step(simulated)
+    assert max(each.num_bytes for each in over_step.moments) == simulated.peak_bytes
+    assert over_step.what == f"the step, on pipeline rank {simulated.fullest.rank}"
 
 
-def test_a_dense_pipeline_is_simulated_on_all_its_ranks(dense: PipelineDryRunReport) -> None:
+def test_a_dense_pipeline_is_simulated_on_all_its_ranks(dense: DryRunReport) -> None:
     check_sums(dense)
     assert dict(dense.degrees) == {"pp": 2, "dp_shard": 2, "tp": 2}
     # Each rank holds a quarter of its stage, and the two stages are the model.
     assert sum(dense.parameters_by_rank) == pytest.approx(dense.num_parameters / 4, rel=0.01)
     simulated = dense.simulated
     assert list(simulated.exposed_us) == ["tensor parallel"]
-    assert simulated.time.gathers > 0  # nothing can hide those of the first microbatch
+    assert simulated.schedule is not None
+    assert simulated.schedule.time.gathers > 0  # nothing can hide those of the first microbatch
     assert simulated.facts.tokens == 4 * 2 * 256  # samples of a rank, data-parallel ranks, tokens
     assert simulated.assumed_symbols == ()
     assert simulated.num_unsized == 0
@@ -132,7 +136,8 @@ def test_stages_with_experts_overlap_and_exchange_balanced_tokens() -> None:
     assert {"EP token exchange", "EP token count exchange"} <= simulated.exposed_us.keys()
     assert simulated.assumed_symbols == ()
     assert simulated.num_unsized == 0
-    spans = simulated.time.timeline.spans
+    assert simulated.schedule is not None
+    spans = simulated.schedule.time.timeline.spans
     pairs = [span for span in spans if span.action.kind == "OVERLAP_F_B"]
     assert pairs
     assert all(span.duration > 0 for span in pairs)
@@ -140,10 +145,10 @@ def test_stages_with_experts_overlap_and_exchange_balanced_tokens() -> None:
 
 def test_stages_that_are_alike_are_captured_once() -> None:
     # Four stages of one layer: the first is dense and embeds, the last has the loss.
-    assert [stages for stages, _ in experts().captured] == ["0", "1-2", "3"]
+    assert [each.stages for each in experts().captured] == ["0", "1-2", "3"]
 
 
-def test_the_report_says_what_each_rank_holds(dense: PipelineDryRunReport) -> None:
+def test_the_report_says_what_each_rank_holds(dense: DryRunReport) -> None:
     lines = str(dense).splitlines()
     assert lines[0] == "Dry run of llama3 debugmodel on 8 ranks (pp 2 x dp_shard 2 x tp 2)"
     assert "  pipeline         1F1B, 2 ranks, 2 stages" in lines
@@ -155,7 +160,7 @@ def test_the_report_says_what_each_rank_holds(dense: PipelineDryRunReport) -> No
 
 
 @cache
-def tied(schedule: str) -> PipelineDryRunReport:
+def tied(schedule: str) -> DryRunReport:
     """PP 2 x FSDP 2."""
     return run(
         "qwen3_debugmodel",
@@ -175,33 +180,36 @@ def test_a_tied_weight_is_stored_on_two_ranks_and_counted_once_in_the_model() ->
 
 def test_its_gradient_is_exchanged_between_both_behind_the_schedule() -> None:
     report = tied("1F1B")
-    assert report.simulated.shared_us > 0
+    assert report.simulated.schedule is not None
+    assert report.simulated.schedule.shared_us > 0
     assert any(line.endswith("gradients of the tied weight") for line in str(report).splitlines())
 
 
 def test_where_one_rank_has_both_stages_nothing_is_exchanged() -> None:
     report = tied("ZBVZeroBubble")
     check_sums(report)
-    assert report.simulated.shared_us == 0
+    assert report.simulated.schedule is not None
+    assert report.simulated.schedule.shared_us == 0
     assert "tied weight" not in str(report)
 
 
 def test_the_schedule_is_written_as_a_trace_and_as_a_page(
-    dense: PipelineDryRunReport, written: Path
+    dense: DryRunReport, written: Path
 ) -> None:
     events = json.loads((written / "schedule.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
     ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
-    assert max(ends) == pytest.approx(dense.simulated.time.makespan)
+    assert max(ends) == pytest.approx(dense.simulated.run_us)
     assert (written / "ranks.html").read_text().count("rank 1</text>") == 1
 
 
-def test_gathers_run_beside_computation_as_they_do_in_a_run(dense: PipelineDryRunReport) -> None:
-    simulated = dense.simulated
-    assert simulated.overlaps_gathers
-    costs = {span.action: span.duration for span in simulated.time.timeline.spans}
-    waits = simulate(simulated.lowered, costs.__getitem__, overlap_gathers=False)
-    assert simulated.time.makespan <= waits.makespan
+def test_gathers_run_beside_computation_as_they_do_in_a_run(dense: DryRunReport) -> None:
+    schedule = dense.simulated.schedule
+    assert schedule is not None
+    costs = {span.action: span.duration for span in schedule.time.timeline.spans}
+    waits = simulate(schedule.lowered, costs.__getitem__, overlap_gathers=False)
+    assert schedule.time.makespan <= waits.makespan
+    assert "UNSHARD and REDUCE_GRAD, beside computation" in str(dense)
 
 
 def test_a_pipeline_that_does_not_fit_may_put_off_fewer_dw_and_cut_its_microbatches() -> None:
@@ -236,7 +244,7 @@ def test_a_run_that_does_not_fit_may_compute_ever_more_again() -> None:
     ]
 
 
-def balanced(schedule: str) -> PipelineDryRunReport:
+def balanced(schedule: str) -> DryRunReport:
     return run(
         "llama3_debugmodel",
         2,
@@ -268,10 +276,10 @@ def test_stages_are_balanced_by_simulated_time() -> None:
     assert by_layers.balance is None
     assert report.simulated.step_us < by_layers.simulated.step_us
     # What single modules predict is what captured stages take.
-    assert report.balance.makespan_us == pytest.approx(report.simulated.time.makespan, rel=0.05)
+    assert report.balance.makespan_us == pytest.approx(report.simulated.run_us, rel=0.05)
     assert report.balance.peak_bytes == pytest.approx(report.simulated.peak_bytes, rel=0.1)
     before = report.balance.makespan_before_us
-    assert before == pytest.approx(by_layers.simulated.time.makespan, rel=0.05)
+    assert before == pytest.approx(by_layers.simulated.run_us, rel=0.05)
 
 
 def test_the_report_says_what_balancing_gained() -> None:
@@ -295,7 +303,7 @@ def test_stages_of_which_two_share_a_rank_and_actions_are_balanced_too() -> None
     names = [name for stage in report.balance.stages for name in stage.names]
     assert names == ["tok_embeddings", *(f"layers.{i}" for i in range(4)), "norm", "lm_head"]
     assert report.balance.makespan_us <= report.balance.makespan_before_us
-    assert report.balance.makespan_us == pytest.approx(report.simulated.time.makespan, rel=0.1)
+    assert report.balance.makespan_us == pytest.approx(report.simulated.run_us, rel=0.1)
 
 
 def test_ranks_without_stages_of_the_first_are_told_what_lacks() -> None:

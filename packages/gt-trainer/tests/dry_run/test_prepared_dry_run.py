@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from gt_trace import InputPreparer, TraceInputs
-from gt_trainer.dry_run.captured_dry_step import capture_dry_step
-from gt_trainer.dry_run.fake_pipeline import capture_divided, planned_pipeline
+from gt_trainer.dry_run.captured_dry_step import capture_divided, capture_dry_step
+from gt_trainer.dry_run.fake_pipeline import planned_pipeline
 from gt_trainer.dry_run.fake_step import fake_ranks, fake_step, meta_model
 from gt_trainer.launcher import run_in_child
 from gt_trainer.models import llama3
-from gt_trainer.startup import StartupClock
 from gt_trainer.trainer import GraphTrainer
 
 REMAINDER = torch.ops.aten.remainder.Scalar
@@ -59,7 +58,7 @@ def _captured() -> list[int]:
     found = []
     for each in (whole, reduced_once):
         with fake_step(each, 1) as step:
-            report: Any = capture_dry_step(each, step, StartupClock()).report
+            (report,) = capture_dry_step(each, step).reports
         traced = report.program.captured if each is whole else report.program.captured.traced
         found.append(num_prepared(traced.graph_module))
     stages = config(pipeline_parallel_degree=2, pipeline_parallel_schedule="1F1B")

@@ -1,7 +1,12 @@
 """Outcomes and reports made by hand."""
 
-from gt_trainer.dry_run.memory_over_step import HeldAt, MemoryOverStep
-from gt_trainer.dry_run.step_timeline import Bar, StepTimeline, TimelineRow
+from gt_trainer.dry_run.step_over_time import (
+    Bar,
+    HeldAt,
+    MemoryOverStep,
+    StepTimeline,
+    TimelineRow,
+)
 from gt_trainer.planning.cluster import load_cluster
 from gt_trainer.planning.plan_answer import PlanAnswer
 from gt_trainer.planning.planner import SearchedPlan

@@ -51,6 +51,9 @@ temporaries: everything else.
 
 MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
+CUDA_BLOCK_BYTES = 512
+"""PyTorch's CUDA allocator rounds every block up to a multiple of this."""
+
 _NO_KINDS: Mapping[Node, MemoryKind] = MappingProxyType({})
 
 

@@ -94,6 +94,19 @@ def region_of(node: Node) -> OutlinedRegion | None:
     return region
 
 
+def only_region(graph_module: GraphModule) -> OutlinedRegion | None:
+    """Return the region that does all the work of a graph, as one compiled whole does, or None.
+
+    The values that such a graph holds while it runs are those of the region's body.
+    """
+    calls = [
+        node
+        for node in graph_module.graph.nodes
+        if node.op == "call_function" and node.target is not operator.getitem
+    ]
+    return region_of(calls[0]) if len(calls) == 1 else None
+
+
 def region_inputs(call: Node) -> tuple[Node, ...]:
     """What a call of a region gives to the placeholders of its body, in their order."""
     return tuple(argument for argument in call.args[1:] if isinstance(argument, Node))

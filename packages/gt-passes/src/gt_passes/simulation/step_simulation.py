@@ -6,9 +6,8 @@ Everything here is simulated, and every text that comes out of it says so.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -16,8 +15,13 @@ from torch.fx import GraphModule, Node
 
 from gt_config.node_keys import CpCollectiveAnnotation, EpExchangeAnnotation
 from gt_passes.analysis.fsdp_collective import fsdp_collective
-from gt_passes.analysis.liveness import MemoryKind, MemoryProfile, estimate_memory
-from gt_passes.analysis.outlined_region import region_of
+from gt_passes.analysis.liveness import (
+    CUDA_BLOCK_BYTES,
+    MemoryKind,
+    MemoryProfile,
+    estimate_memory,
+)
+from gt_passes.analysis.outlined_region import only_region
 from gt_passes.simulation.collective_model import CollectiveKind
 from gt_passes.simulation.cost_model import CostModel
 from gt_passes.simulation.graph_program import COMPUTE_STREAM, GraphProgram, GraphRun
@@ -25,8 +29,6 @@ from gt_passes.simulation.hardware import Hardware
 from gt_trace.node_metadata import module_fqn, read_annotation
 
 _NO_KINDS: Mapping[Node, MemoryKind] = MappingProxyType({})
-_ALLOCATION_BYTES = 512
-"""PyTorch's CUDA allocator rounds every block up to a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,27 +57,34 @@ class PurposeTotal:
     """All collectives of one purpose."""
 
     purpose: str
-    count: int
-    num_bytes: int
+    count: float
+    """A whole number, unless it is a mean over ranks. So are the bytes."""
+
+    num_bytes: float
     duration_us: float
     exposed_us: float
 
 
-def totals_by_purpose(collectives: Sequence[CollectiveRecord]) -> tuple[PurposeTotal, ...]:
-    """Collectives, of one graph or several, by purpose; the most exposed first."""
-    names = dict.fromkeys(record.purpose for record in collectives)
-    totals = [
-        PurposeTotal(
-            purpose=name,
-            count=len(records),
-            num_bytes=sum(record.num_bytes for record in records),
-            duration_us=sum(record.duration_us for record in records),
-            exposed_us=sum(record.exposed_us for record in records),
-        )
-        for name in names
-        for records in [[r for r in collectives if r.purpose == name]]
-    ]
-    return tuple(sorted(totals, key=lambda total: (-total.exposed_us, total.purpose)))
+def totals_by_purpose(
+    runs: Iterable[tuple[Sequence[CollectiveRecord], float]],
+) -> tuple[PurposeTotal, ...]:
+    """Return the totals of collectives by purpose, the most exposed first.
+
+    Args:
+        runs: the collectives of each graph, and the number of times that it runs.
+    """
+    found: dict[str, PurposeTotal] = {}
+    for collectives, times in runs:
+        for record in collectives:
+            before = found.get(record.purpose)
+            found[record.purpose] = PurposeTotal(
+                purpose=record.purpose,
+                count=(before.count if before else 0) + times,
+                num_bytes=(before.num_bytes if before else 0) + times * record.num_bytes,
+                duration_us=(before.duration_us if before else 0.0) + times * record.duration_us,
+                exposed_us=(before.exposed_us if before else 0.0) + times * record.exposed_us,
+            )
+    return tuple(sorted(found.values(), key=lambda total: (-total.exposed_us, total.purpose)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +134,7 @@ class StepSimulation:
     @property
     def by_purpose(self) -> tuple[PurposeTotal, ...]:
         """Collectives by purpose, the most exposed first."""
-        return totals_by_purpose(self.collectives)
+        return totals_by_purpose([(self.collectives, 1)])
 
     def _copy_lines(self) -> list[str]:
         copied = [cost for cost in self.run.costs if cost.kind == "host_copy"]
@@ -220,7 +229,8 @@ def simulate_step(
     guesses = Counter(
         str(node.target) for node, cost in zip(run.nodes, run.costs, strict=True) if cost.is_guess
     )
-    with_memory = _graph_with_memory(graph_module)
+    region = only_region(graph_module)
+    with_memory = graph_module if region is None else region.body
     return StepSimulation(
         hardware=cost_model.hardware,
         run=run,
@@ -241,7 +251,7 @@ def simulate_step(
             num_static_inputs=num_static_inputs,
             released_inputs=released_inputs,
             input_kinds=input_kinds,
-            block_bytes=_ALLOCATION_BYTES,
+            block_bytes=CUDA_BLOCK_BYTES,
             symbol_sizes=cost_model.sizes.sizes,
         ),
         memory_at_us=_times_of_nodes(with_memory, run),
@@ -258,17 +268,6 @@ def _times_of_nodes(graph_module: GraphModule, run: GraphRun) -> tuple[float, ..
                 starts.setdefault(node, start)
     in_order = (starts.get(node, 0.0) for node in graph_module.graph.nodes)
     return tuple(itertools.accumulate(in_order, max))
-
-
-def _graph_with_memory(graph_module: GraphModule) -> GraphModule:
-    """The graph whose values are held: the body, where all of a graph is one compiled region."""
-    calls = [
-        node
-        for node in graph_module.graph.nodes
-        if node.op == "call_function" and node.target is not operator.getitem
-    ]
-    region = region_of(calls[0]) if len(calls) == 1 else None
-    return graph_module if region is None else region.body
 
 
 def _purpose(node: Node, group_name: str, labels: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""What a pipeline of captured stages would take: time of its actions, memory of its ranks.
+"""Estimates of a captured step: the time of a pipeline's actions, the memory of ranks.
 
 ::
 
@@ -17,18 +17,20 @@ from gt_pipeline.estimates.balanced_division import (
 )
 from gt_pipeline.estimates.joined_memory import joined_memory, memory_of_one, overlapped_memory
 from gt_pipeline.estimates.pipeline_time import PipelineTime, pipeline_time
-from gt_pipeline.estimates.priced_stages import PricedStages, symbol_sizes_of
+from gt_pipeline.estimates.priced_stages import GraphRuns, PricedStages, symbol_sizes_of
 from gt_pipeline.estimates.rank_memory import (
+    ADAM_STATES,
     MEMORY_PARTS,
-    MemoryPart,
     RankMemory,
+    graph_memory,
     rank_memory,
 )
 
 __all__ = [
+    "ADAM_STATES",
     "MEMORY_PARTS",
     "ActionMemory",
-    "MemoryPart",
+    "GraphRuns",
     "PipelineTime",
     "PipelineUnits",
     "PricedStages",
@@ -36,6 +38,7 @@ __all__ = [
     "StageMemory",
     "UnitTimes",
     "balanced_division",
+    "graph_memory",
     "joined_memory",
     "local_parameters",
     "memory_of_one",

@@ -1,4 +1,4 @@
-"""What an action's graph holds while it runs, and what it leaves behind, in bytes.
+"""The memory of an action's graph while it runs, and the memory that it leaves, in bytes.
 
 A stage holds values between actions (saved activations, gathered parameters, sums of gradients); an
 action adds what it makes, and gives up what it takes for the last time. Both are read off the graph
@@ -16,10 +16,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
-from gt_config.node_keys import OverlappedBackward, PipelineAction
+from gt_config.node_keys import PipelineAction
 from gt_passes.analysis.collectives import is_wait
-from gt_passes.analysis.liveness import estimate_memory
-from gt_passes.analysis.outlined_region import region_inputs, region_of
+from gt_passes.analysis.liveness import CUDA_BLOCK_BYTES, estimate_memory
+from gt_passes.analysis.outlined_region import only_region, region_inputs, region_of
 from gt_passes.analysis.storages import Storages
 from gt_pipeline.graph import GraphPipelineStage
 from gt_pipeline.graph.action_graph import ActionGraph
@@ -27,11 +27,8 @@ from gt_pipeline.graph.gradient_accumulators import owned_results
 from gt_pipeline.graph.slots import Slot, SlotKind
 from gt_pipeline.runner.stage_protocol import ActivationSignature
 
-_BLOCK_BYTES = 512
-"""PyTorch's CUDA allocator rounds every block up to a multiple of this."""
-
 _GIVEN_UP: frozenset[SlotKind] = frozenset({"saved", "between", "unsharded_gradient"})
-"""Inputs that nobody holds but the action that takes them; it frees them after their last use."""
+"""Inputs that only the action holds. It frees them after their last use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +40,8 @@ class ActionMemory:
     or returns, less what it has given up by then."""
 
     launched_bytes: int
-    """The same when it stands before its first wait, as UNSHARD and REDUCE_GRAD do while other
-    actions run. Below 0 if it has given up more than it has made."""
-
-    made_bytes: Mapping[SlotKind, int]
-    """What its results of each kind hold that was not there before, when it has run."""
+    """The same before its first wait, where UNSHARD and REDUCE_GRAD are while other actions run.
+    Below 0 if it has given up more than it has made."""
 
     num_unsized: int
     """Values whose size depends on data and counts as nothing."""
@@ -55,7 +49,7 @@ class ActionMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """What one stage holds between actions, each in bytes of one rank."""
+    """Memory of one stage between actions, in bytes of one rank."""
 
     state_bytes: int
     """Parameters as stored, and buffers."""
@@ -67,7 +61,7 @@ class StageMemory:
     """Trained parameters as stored; an optimizer keeps its state for these."""
 
     gathered_bytes: int
-    """From UNSHARD to RESHARD."""
+    """Gathered parameters, from UNSHARD to RESHARD."""
 
     saved_bytes: int
     """For one microbatch, from its forward until its backward, or dI."""
@@ -93,52 +87,38 @@ class StageMemory:
     def of(
         cls, stage: GraphPipelineStage, *, symbol_sizes: Mapping[str, int] | None = None
     ) -> StageMemory:
-        """Read it off a stage's graphs. Tensors may be on meta.
+        """Read the memory of a stage from its graphs. Tensors may be on meta.
 
         Args:
             stage: captured.
             symbol_sizes: as for ``estimate_memory``.
         """
-        shared = shared_slots(stage)
-        actions = {
-            kind: action_memory(action, symbol_sizes=symbol_sizes, shared=shared)
-            for kind, action in stage.actions.items()
-        }
-        parameters = local_parameters(stage)
-        state = [
-            _rounded(example.numel() * example.element_size())
-            for example, slot in zip(
-                stage.capture.traced.example_inputs, stage.capture.inputs, strict=True
-            )
-            if slot.kind in ("parameter", "buffer")
-        ]
-
-        def made(kind: PipelineAction, *of: SlotKind) -> int:
-            return sum(actions[kind].made_bytes.get(each, 0) for each in of)
-
-        accumulated = made("FULL_BACKWARD", "unsharded_gradient")
-        reduce_grad = stage.actions["REDUCE_GRAD"]
-        reduced_slots = set(reduce_grad.inputs)
+        values = {kind: _HeldValues(each, symbol_sizes) for kind, each in stage.actions.items()}
+        shared = _shared_slots(stage)
+        traced, parameters = stage.capture.traced, local_parameters(stage)
+        backward, reduced = stage.actions["FULL_BACKWARD"], stage.actions["REDUCE_GRAD"].inputs
         # What nothing reduces stays as it was accumulated.
         kept = sum(
-            _rounded(num_bytes)
-            for slot, num_bytes in _gradient_bytes(stage.actions["FULL_BACKWARD"])
-            if slot not in reduced_slots
+            _bytes_of(node.meta["val"])
+            for slot, node in zip(backward.outputs, backward.result_nodes(), strict=True)
+            if slot.kind == "unsharded_gradient" and slot not in reduced
         )
         return cls(
-            state_bytes=sum(state),
-            num_parameters=sum(each.numel() for each in parameters),
-            parameter_bytes=sum(
-                _rounded(each.numel() * each.element_size()) for each in parameters
+            state_bytes=sum(
+                _bytes_of(example)
+                for example, slot in zip(traced.example_inputs, stage.capture.inputs, strict=True)
+                if slot.kind in ("parameter", "buffer")
             ),
-            gathered_bytes=made("UNSHARD", "unsharded"),
-            saved_bytes=made("FORWARD", "saved"),
-            between_bytes=made("BACKWARD_INPUT", "between"),
-            accumulated_bytes=accumulated,
-            reduced_bytes=made("REDUCE_GRAD", "gradient") + kept,
-            entering_bytes=_bytes_of(stage.input_signature),
-            leaving_bytes=_bytes_of(stage.output_signature),
-            actions=actions,
+            num_parameters=sum(each.numel() for each in parameters),
+            parameter_bytes=sum(map(_bytes_of, parameters)),
+            gathered_bytes=values["UNSHARD"].made_bytes("unsharded"),
+            saved_bytes=values["FORWARD"].made_bytes("saved"),
+            between_bytes=values["BACKWARD_INPUT"].made_bytes("between"),
+            accumulated_bytes=values["FULL_BACKWARD"].gradient_bytes("unsharded_gradient"),
+            reduced_bytes=values["REDUCE_GRAD"].gradient_bytes("gradient") + kept,
+            entering_bytes=sum(map(_activation_bytes, stage.input_signature)),
+            leaving_bytes=sum(map(_activation_bytes, stage.output_signature)),
+            actions={kind: each.memory(shared) for kind, each in values.items()},
         )
 
 
@@ -151,175 +131,137 @@ def local_parameters(stage: GraphPipelineStage) -> list[torch.Tensor]:
     ]
 
 
-def pair_memory(
-    forward_stage: GraphPipelineStage,
-    backward_stage: GraphPipelineStage,
-    kind: OverlappedBackward,
-    *,
-    symbol_sizes: Mapping[str, int] | None = None,
-) -> ActionMemory:
-    """The memory of a forward and a backward that run as one graph."""
-    action = forward_stage.overlapped_action(backward_stage, kind)
-    shared = shared_slots(backward_stage)
-    return action_memory(action, symbol_sizes=symbol_sizes, shared=shared)
-
-
-def shared_slots(stage: GraphPipelineStage) -> frozenset[Slot]:
-    """What a backward takes whose memory something else has too, so that it frees nothing alone."""
-    found: set[Slot] = set()
-    for kind in ("FORWARD", "BACKWARD_INPUT"):
-        graph_module, slots, results = _with_memory(stage.actions[kind])
-        storages = Storages(graph_module)
-        held = {s for node, slot in slots.items() if _stays(slot) for s in storages.of(node)}
-        holders: dict[int, list[Slot]] = {}
-        for slot, result in zip(stage.actions[kind].outputs, results, strict=True):
-            for storage in storages.of(result) if isinstance(result, Node) else ():
-                holders.setdefault(storage, []).append(slot)
-        for storage, of_storage in holders.items():
-            if len(of_storage) > 1 or storage in held:
-                found.update(of_storage)
-    return frozenset(found)
-
-
 def action_memory(
     action: ActionGraph,
+    backward_stage: GraphPipelineStage,
     *,
     symbol_sizes: Mapping[str, int] | None = None,
-    shared: Collection[Slot] = (),
 ) -> ActionMemory:
-    """Estimate what one action's graph holds. Linear in the graph.
+    """Estimate the memory of one action, or of a pair that runs as one graph.
 
     Args:
         action: with fake values in ``node.meta["val"]``.
+        backward_stage: the stage whose saved values it frees.
         symbol_sizes: as for ``estimate_memory``.
-        shared: inputs that it frees nothing by giving them up; see ``shared_slots``.
     """
-    graph_module, slots, results = _with_memory(action)
-    storages = Storages(graph_module, block_bytes=_BLOCK_BYTES, symbol_sizes=symbol_sizes)
-    given_up = [
-        node for node, slot in slots.items() if slot.kind in _GIVEN_UP and slot not in shared
-    ]
-    profile = estimate_memory(
-        graph_module,
-        block_bytes=_BLOCK_BYTES,
-        symbol_sizes=symbol_sizes,
-        released_inputs=given_up,
-    )
-    brought = {storage for node in slots for storage in storages.of(node)}
-    held_at_start = sum(storages.num_bytes[storage] for storage in brought)
-    nodes = list(graph_module.graph.nodes)
-    first_wait = next((at for at, node in enumerate(nodes) if is_wait(node)), len(nodes) - 1)
-    return ActionMemory(
-        extra_bytes=max(0, profile.peak_bytes - held_at_start),
-        launched_bytes=profile.live_bytes[first_wait] - held_at_start,
-        made_bytes=_made_bytes(action, slots, results, storages),
-        num_unsized=profile.num_unsized,
-    )
+    return _HeldValues(action, symbol_sizes).memory(_shared_slots(backward_stage))
 
 
-def _made_bytes(
-    action: ActionGraph,
-    slots: Mapping[Node, Slot],
-    results: Sequence[Any],
-    storages: Storages,
-) -> dict[SlotKind, int]:
-    """Bytes by kind of result; memory of two kinds counts for the one that lives longer."""
-    held_already = {
-        storage for node, slot in slots.items() if _stays(slot) for storage in storages.of(node)
-    }
-    found: dict[SlotKind, int] = {}
-    # What is kept comes before what leaves, which is dropped earlier.
-    kinds = sorted({slot.kind for slot in action.outputs}, key=_LIFETIME.index)
-    for kind in kinds:
-        if kind in ("unsharded_gradient", "gradient"):
-            found[kind] = _copied_or_owned(action, kind, results, storages)
-            continue
-        made = 0
-        for slot, result in zip(action.outputs, results, strict=True):
-            if slot.kind != kind or not isinstance(result, Node):
-                continue
-            for storage in storages.of(result):
-                if storage not in held_already:
-                    held_already.add(storage)
-                    made += storages.num_bytes[storage]
-        found[kind] = made
-    return found
+def _shared_slots(stage: GraphPipelineStage) -> frozenset[Slot]:
+    """Values kept for a backward that free nothing when they are given up."""
+    forward, backward_input = stage.actions["FORWARD"], stage.actions["BACKWARD_INPUT"]
+    return _HeldValues(forward).shared_slots() | _HeldValues(backward_input).shared_slots()
 
 
-_LIFETIME: tuple[SlotKind, ...] = (
-    "unsharded",
-    "saved",
-    "between",
-    "unsharded_gradient",
-    "gradient",
-    "output",
-    "input_gradient",
-    "parameter",
-    "buffer",
-    "argument",
-    "output_gradient",
-)
+class _HeldValues:
+    """The values that an action's graph holds: its inputs by slot, its results, their storages.
 
-
-def _copied_or_owned(
-    action: ActionGraph, kind: SlotKind, results: Sequence[Any], storages: Storages
-) -> int:
-    """Gradients as a stage keeps them: in their own memory, or copied where that is shared."""
-    total = 0
-    owned = iter(owned_results(action, kind))
-    for slot, result in zip(action.outputs, results, strict=True):
-        if slot.kind != kind:
-            continue
-        is_own = next(owned)
-        if not isinstance(result, Node):
-            continue
-        if is_own:
-            total += sum(storages.num_bytes[storage] for storage in storages.of(result))
-        else:
-            total += _rounded(_tensor_bytes(result))
-    return total
-
-
-def _gradient_bytes(action: ActionGraph) -> list[tuple[Slot, int]]:
-    return [
-        (slot, _tensor_bytes(node))
-        for slot, node in zip(action.outputs, action.result_nodes(), strict=True)
-        if slot.kind == "unsharded_gradient"
-    ]
-
-
-def _with_memory(action: ActionGraph) -> tuple[GraphModule, dict[Node, Slot], Sequence[Any]]:
-    """The graph whose values are held, its inputs by slot, and the value of each result.
-
-    That is the body, where all of an action is one compiled region.
+    Where the whole action is one compiled region, they are those of the region's body.
     """
-    graph_module = action.graph_module
-    inputs = graph_module.graph.find_nodes(op="placeholder")
-    slots: dict[Node, Slot] = dict(zip(inputs, action.inputs, strict=True))
-    results: Sequence[Any] = action.result_nodes()
-    calls = [
-        node
-        for node in graph_module.graph.nodes
-        if node.op == "call_function" and node.target is not operator.getitem
-    ]
-    region = region_of(calls[0]) if len(calls) == 1 else None
-    if region is None:
-        return graph_module, slots, results
-    of_body = region.body.graph.find_nodes(op="placeholder")
-    inside = dict(zip(region_inputs(calls[0]), of_body, strict=True))
-    made: Any = region.body.graph.output_node().args[0]
 
-    def in_body(result: Any) -> Any:
-        if isinstance(result, Node) and result.target is operator.getitem:
-            return made[result.args[1]]
-        return inside.get(result)
+    def __init__(self, action: ActionGraph, symbol_sizes: Mapping[str, int] | None = None) -> None:
+        self._action = action
+        self._symbol_sizes = symbol_sizes
+        graph_module = action.graph_module
+        inputs = graph_module.graph.find_nodes(op="placeholder")
+        self._graph_module: GraphModule = graph_module
+        self._slots: dict[Node, Slot] = dict(zip(inputs, action.inputs, strict=True))
+        self._results: Sequence[Any] = action.result_nodes()
+        region = only_region(graph_module)
+        if region is not None:
+            self._enter(region.body)
+        self._storages = Storages(
+            self._graph_module, block_bytes=CUDA_BLOCK_BYTES, symbol_sizes=symbol_sizes
+        )
+        self._standing = {
+            storage
+            for node, slot in self._slots.items()
+            if _stays(slot)
+            for storage in self._storages.of(node)
+        }
 
-    body_slots = {inside[node]: slot for node, slot in slots.items() if node in inside}
-    return region.body, body_slots, [in_body(result) for result in results]
+    def _enter(self, body: GraphModule) -> None:
+        (call,) = (node for node in self._graph_module.graph.nodes if region_of(node) is not None)
+        inside = dict(
+            zip(region_inputs(call), body.graph.find_nodes(op="placeholder"), strict=True)
+        )
+        made: Any = body.graph.output_node().args[0]
+
+        def in_body(result: Any) -> Any:
+            if isinstance(result, Node) and result.target is operator.getitem:
+                return made[result.args[1]]
+            return inside.get(result)
+
+        self._graph_module = body
+        self._slots = {inside[node]: slot for node, slot in self._slots.items() if node in inside}
+        self._results = [in_body(result) for result in self._results]
+
+    def shared_slots(self) -> frozenset[Slot]:
+        """Results whose memory something else has too, so that freeing them alone frees nothing."""
+        holders: dict[int, list[Slot]] = {}
+        for slot, result in zip(self._action.outputs, self._results, strict=True):
+            for storage in self._storages.of(result) if isinstance(result, Node) else ():
+                holders.setdefault(storage, []).append(slot)
+        return frozenset(
+            slot
+            for storage, slots in holders.items()
+            if len(slots) > 1 or storage in self._standing
+            for slot in slots
+        )
+
+    def memory(self, shared: Collection[Slot]) -> ActionMemory:
+        """Estimate the memory of the action.
+
+        Args:
+            shared: inputs that free nothing when they are given up.
+        """
+        given_up = [
+            node
+            for node, slot in self._slots.items()
+            if slot.kind in _GIVEN_UP and slot not in shared
+        ]
+        profile = estimate_memory(
+            self._graph_module,
+            block_bytes=CUDA_BLOCK_BYTES,
+            symbol_sizes=self._symbol_sizes,
+            released_inputs=given_up,
+        )
+        brought = {storage for node in self._slots for storage in self._storages.of(node)}
+        held_at_start = sum(self._storages.num_bytes[storage] for storage in brought)
+        nodes = list(self._graph_module.graph.nodes)
+        first_wait = next((at for at, node in enumerate(nodes) if is_wait(node)), len(nodes) - 1)
+        return ActionMemory(
+            extra_bytes=max(0, profile.peak_bytes - held_at_start),
+            launched_bytes=profile.live_bytes[first_wait] - held_at_start,
+            num_unsized=profile.num_unsized,
+        )
+
+    def made_bytes(self, kind: SlotKind) -> int:
+        """Bytes of the results of a kind that were not there before the action."""
+        made = {
+            storage
+            for slot, result in zip(self._action.outputs, self._results, strict=True)
+            if slot.kind == kind and isinstance(result, Node)
+            for storage in self._storages.of(result)
+        }
+        return sum(self._storages.num_bytes[storage] for storage in made - self._standing)
+
+    def gradient_bytes(self, kind: SlotKind) -> int:
+        """Bytes of gradients as a stage keeps them: a copy of those whose memory is shared."""
+        results = zip(self._action.outputs, self._results, strict=True)
+        of_kind = [result for slot, result in results if slot.kind == kind]
+        total = 0
+        for result, is_own in zip(of_kind, owned_results(self._action, kind), strict=True):
+            if isinstance(result, Node) and is_own:
+                held = self._storages.of(result)
+                total += sum(self._storages.num_bytes[storage] for storage in held)
+            elif isinstance(result, Node):
+                total += _bytes_of(result.meta["val"])
+        return total
 
 
 def _stays(slot: Slot) -> bool:
-    """Whether a value is held whatever the action does: state, or a part of the batch.
+    """Return whether a value is held whatever the action does: state, or a part of the batch.
 
     Activations are arguments too, and come from a neighbour.
     """
@@ -327,16 +269,13 @@ def _stays(slot: Slot) -> bool:
     return slot.is_static or is_batch
 
 
-def _bytes_of(signatures: Collection[ActivationSignature]) -> int:
-    return sum(
-        _rounded(torch.Size(each.shape).numel() * each.dtype.itemsize) for each in signatures
-    )
+def _activation_bytes(signature: ActivationSignature) -> int:
+    return _rounded(torch.Size(signature.shape).numel() * signature.dtype.itemsize)
 
 
-def _tensor_bytes(node: Node) -> int:
-    value = node.meta["val"]
-    return int(value.numel() * value.element_size())
+def _bytes_of(tensor: torch.Tensor) -> int:
+    return _rounded(tensor.numel() * tensor.element_size())
 
 
 def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+    return -(-num_bytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES

@@ -1,4 +1,4 @@
-"""What a stage of several units would hold, from what stages of one unit each hold.
+"""The memory of a stage of several units, from the memory of stages of one unit each.
 
 Units run one after the other, backwards the other way round. What is held between actions adds up,
 but for what passes from unit to unit: inside of a stage that is a saved value. An action's peak is
@@ -13,20 +13,26 @@ from dataclasses import replace
 from gt_config.node_keys import PipelineAction
 from gt_pipeline.estimates.action_memory import ActionMemory, StageMemory
 
+_ADDED = (
+    "state_bytes",
+    "num_parameters",
+    "parameter_bytes",
+    "gathered_bytes",
+    "saved_bytes",
+    "between_bytes",
+    "accumulated_bytes",
+    "reduced_bytes",
+)
+"""Memory of a stage that is the sum over its units."""
+
 
 def joined_memory(units: Sequence[StageMemory]) -> StageMemory:
     """Estimate the memory of a stage that holds ``units``, at least one, in this order."""
-    passed_on = sum(each.entering_bytes for each in units[1:])
-    return StageMemory(
-        state_bytes=sum(each.state_bytes for each in units),
-        num_parameters=sum(each.num_parameters for each in units),
-        parameter_bytes=sum(each.parameter_bytes for each in units),
-        gathered_bytes=sum(each.gathered_bytes for each in units),
-        saved_bytes=sum(each.saved_bytes for each in units) + passed_on,
-        between_bytes=sum(each.between_bytes for each in units),
-        accumulated_bytes=sum(each.accumulated_bytes for each in units),
-        reduced_bytes=sum(each.reduced_bytes for each in units),
-        entering_bytes=units[0].entering_bytes,
+    sums = {name: sum(getattr(each, name) for each in units) for name in _ADDED}
+    sums["saved_bytes"] += sum(each.entering_bytes for each in units[1:])
+    return replace(
+        units[0],
+        **sums,
         leaving_bytes=units[-1].leaving_bytes,
         actions={kind: _joined(units, kind) for kind in units[0].actions},
     )
@@ -39,30 +45,17 @@ def memory_of_one(units: StageMemory, count: int) -> StageMemory:
     """
     if count == 1:
         return units
-    inside = (count - 1) * units.entering_bytes
-    one = replace(
-        units,
-        state_bytes=units.state_bytes // count,
-        num_parameters=units.num_parameters // count,
-        parameter_bytes=units.parameter_bytes // count,
-        gathered_bytes=units.gathered_bytes // count,
-        saved_bytes=max(0, units.saved_bytes - inside) // count,
-        between_bytes=units.between_bytes // count,
-        accumulated_bytes=units.accumulated_bytes // count,
-        reduced_bytes=units.reduced_bytes // count,
-    )
+    parts = {name: getattr(units, name) for name in _ADDED}
+    parts["saved_bytes"] = max(0, units.saved_bytes - (count - 1) * units.entering_bytes)
+    one = replace(units, **{name: part // count for name, part in parts.items()})
 
     def of(kind: PipelineAction, memory: ActionMemory) -> ActionMemory:
         if kind in ("UNSHARD", "REDUCE_GRAD"):
             extra = memory.extra_bytes // count
         else:
             extra = memory.extra_bytes - (count - 1) * max(0, _left_by(one, kind))
-        return ActionMemory(
-            extra_bytes=extra,
-            launched_bytes=memory.launched_bytes // count,
-            made_bytes={slot: made // count for slot, made in memory.made_bytes.items()},
-            num_unsized=memory.num_unsized,
-        )
+        launched = memory.launched_bytes // count
+        return replace(memory, extra_bytes=extra, launched_bytes=launched)
 
     return replace(one, actions={kind: of(kind, each) for kind, each in units.actions.items()})
 
@@ -72,7 +65,6 @@ def overlapped_memory(forward: ActionMemory, backward: ActionMemory) -> ActionMe
     return ActionMemory(
         extra_bytes=forward.extra_bytes + backward.extra_bytes,
         launched_bytes=forward.launched_bytes + backward.launched_bytes,
-        made_bytes={**forward.made_bytes, **backward.made_bytes},
         num_unsized=forward.num_unsized + backward.num_unsized,
     )
 
@@ -87,10 +79,6 @@ def _joined(units: Sequence[StageMemory], kind: PipelineAction) -> ActionMemory:
     return ActionMemory(
         extra_bytes=extra,
         launched_bytes=sum(part.launched_bytes for part in parts),
-        made_bytes={
-            slot: sum(part.made_bytes.get(slot, 0) for part in parts)
-            for slot in dict.fromkeys(slot for part in parts for slot in part.made_bytes)
-        },
         num_unsized=sum(part.num_unsized for part in parts),
     )
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
-import torch
+from torch.fx import GraphModule
 
 from gt_config.node_keys import OverlappedBackward, PipelineAction
 from gt_passes.simulation import (
@@ -20,10 +22,12 @@ from gt_passes.simulation import (
     balanced_exchange_sizes,
     simulate_step,
 )
-from gt_pipeline.estimates.action_memory import ActionMemory, StageMemory, pair_memory
+from gt_pipeline.estimates.action_memory import ActionMemory, StageMemory, action_memory
 from gt_pipeline.graph import GraphPipelineStage
+from gt_pipeline.graph.action_graph import ActionGraph
 from gt_pipeline.schedules import Action, Schedule
 from gt_pipeline.schedules.dependencies import Product, transferred_by
+from gt_pipeline.schedules.schedule import LoweredSchedule
 
 
 def symbol_sizes_of(stages: Sequence[GraphPipelineStage]) -> dict[str, int]:
@@ -36,6 +40,40 @@ def symbol_sizes_of(stages: Sequence[GraphPipelineStage]) -> dict[str, int]:
         for kind in ("FORWARD", "FULL_BACKWARD"):
             sizes = balanced_exchange_sizes(stage.actions[kind].graph_module, sizes=sizes)
     return sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphRuns:
+    """A simulated graph, and the number of times that a rank runs it."""
+
+    graph: StepSimulation
+    graph_module: GraphModule
+    count: float
+    """Runs in a step. Of the actions of a pipeline: the mean over ranks, in one run of the
+    schedule."""
+
+
+class _PricedGraph:
+    """The graph of an action, read once for all machines.
+
+    Args:
+        action: of the stage ``backward_stage``, or a forward and a backward of it as one graph.
+        backward_stage: the stage whose saved values it frees.
+        cost_model: with the sizes of data-dependent symbols.
+    """
+
+    def __init__(
+        self, action: ActionGraph, backward_stage: GraphPipelineStage, cost_model: CostModel
+    ) -> None:
+        self.graph_module = action.graph_module
+        self.program = GraphProgram(action.graph_module, cost_model)
+        self._action = action
+        self._backward_stage = backward_stage
+        self._symbol_sizes = cost_model.sizes.sizes
+
+    @cached_property
+    def memory(self) -> ActionMemory:
+        return action_memory(self._action, self._backward_stage, symbol_sizes=self._symbol_sizes)
 
 
 class PricedStages:
@@ -65,42 +103,44 @@ class PricedStages:
         self._cost_model = cost_model
         self._ranks = tuple(ranks)
         self._labels = group_labels
-        self._programs: dict[Hashable, GraphProgram] = {}
-        self._simulations: dict[Hashable, StepSimulation] = {}
-        self._pair_memory: dict[Hashable, ActionMemory] = {}
-        self._pairs: dict[Hashable, torch.fx.GraphModule] = {}
+        self._graphs: dict[tuple[Hashable, ...], _PricedGraph] = {}
+        self._pairs: list[_PricedGraph] = []
         sizes = cost_model.sizes.sizes
         of_kind = {each: StageMemory.of(each, symbol_sizes=sizes) for each in self._stages}
         self.memory: Mapping[int, StageMemory] = {
             index: of_kind[stage] for index, stage in enumerate(self._stages)
         }
-        """What each stage holds between actions, by its index."""
-
-    @property
-    def guesses(self) -> Mapping[str, int]:
-        """Operators of which only the bytes were priced, in the graphs simulated so far."""
-        found: Counter[str] = Counter()
-        for simulation in self._simulations.values():
-            found.update(simulation.guesses)
-        return dict(found)
+        """Memory of each stage between actions, by its index."""
 
     @property
     def num_unsized(self) -> int:
         """Values of the stages whose size depends on data and counts as nothing."""
         of_stages = {id(each): each for each in self.memory.values()}.values()
         actions = [action for each in of_stages for action in each.actions.values()]
-        return sum(each.num_unsized for each in (*actions, *self._pair_memory.values()))
+        pairs = [each.memory for each in self._pairs]
+        return sum(each.num_unsized for each in (*actions, *pairs))
 
-    def simulation(self, action: Action) -> StepSimulation:
-        """The simulated graph of one action: a computation, UNSHARD or REDUCE_GRAD."""
-        key, _ = self._graph(action)
-        if key not in self._simulations:
-            program = self._program(action)
-            graph_module = self._graph(action)[1]
-            self._simulations[key] = simulate_step(
-                graph_module, self._cost_model, group_labels=self._labels, program=program
+    def runs(self, lowered: LoweredSchedule) -> tuple[GraphRuns, ...]:
+        """Return the simulated graphs of the computations of a schedule."""
+        counts = Counter(
+            self._priced(action)
+            for of_rank in lowered.actions
+            for action in of_rank
+            if action.is_compute
+        )
+        return tuple(
+            GraphRuns(
+                graph=simulate_step(
+                    each.graph_module,
+                    self._cost_model,
+                    group_labels=self._labels,
+                    program=each.program,
+                ),
+                graph_module=each.graph_module,
+                count=count / lowered.num_ranks,
             )
-        return self._simulations[key]
+            for each, count in counts.items()
+        )
 
     def costs(self, cost_model: CostModel | None = None) -> Callable[[Action], float]:
         """A cost function for ``simulate``, in microseconds.
@@ -120,47 +160,31 @@ class PricedStages:
                 if way not in known:
                     known[way] = self._transfer_us(product, model)
                 return known[way]
-            key, _ = self._graph(action)
-            if key not in known:
-                known[key] = self._program(action).run(model).timeline.makespan_us
-            return known[key]
+            priced = self._priced(action)
+            if priced not in known:
+                known[priced] = priced.program.run(model).timeline.makespan_us
+            return known[priced]
 
         return cost
 
     def pair_memory(self, action: Action) -> ActionMemory:
-        """The memory of an OVERLAP_F_B."""
-        key, _ = self._graph(action)
-        if key not in self._pair_memory:
-            assert action.parts is not None
-            forward, backward = action.parts
-            self._pair_memory[key] = pair_memory(
-                self._stages[forward.stage],
-                self._stages[backward.stage],
-                cast("OverlappedBackward", backward.kind),
-                symbol_sizes=self._cost_model.sizes.sizes,
-            )
-        return self._pair_memory[key]
+        """Return the memory of an OVERLAP_F_B."""
+        return self._priced(action).memory
 
-    def _graph(self, action: Action) -> tuple[Hashable, torch.fx.GraphModule]:
-        stage = self._stages[action.stage]
-        if action.parts is None:
-            kind = cast("PipelineAction", action.kind)
-            return (stage.stage_index, kind), stage.actions[kind].graph_module
-        backward = action.parts[1]
-        other, backward_kind = self._stages[backward.stage], backward.kind
-        key = (stage.stage_index, other.stage_index, backward_kind)
-        if key not in self._pairs:
-            pair = stage.overlapped_action(other, cast("OverlappedBackward", backward_kind))
-            known = self._cost_model.sizes
-            known.add(balanced_exchange_sizes(pair.graph_module, sizes=known.sizes))
-            self._pairs[key] = pair.graph_module
-        return key, self._pairs[key]
-
-    def _program(self, action: Action) -> GraphProgram:
-        key, graph_module = self._graph(action)
-        if key not in self._programs:
-            self._programs[key] = GraphProgram(graph_module, self._cost_model)
-        return self._programs[key]
+    def _priced(self, action: Action) -> _PricedGraph:
+        forward, backward = action.parts or (action, action)
+        stage, other = self._stages[forward.stage], self._stages[backward.stage]
+        key = (stage.stage_index, other.stage_index, forward.kind, backward.kind)
+        if key not in self._graphs:
+            if action.parts is None:
+                graph = stage.actions[cast("PipelineAction", action.kind)]
+            else:
+                graph = stage.overlapped_action(other, cast("OverlappedBackward", backward.kind))
+                known = self._cost_model.sizes
+                known.add(balanced_exchange_sizes(graph.graph_module, sizes=known.sizes))
+            self._graphs[key] = _PricedGraph(graph, other, self._cost_model)
+            self._pairs += [self._graphs[key]] * (action.parts is not None)
+        return self._graphs[key]
 
     def _transfer_us(self, product: Product, model: CostModel) -> float:
         stage_to_rank = self._schedule.stage_to_rank

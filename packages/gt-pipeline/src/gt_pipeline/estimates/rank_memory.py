@@ -1,16 +1,19 @@
-"""What memory a rank of a pipeline holds over a step, the most of it, and for what.
+"""The memory that a rank holds over a step, its peak, and what holds it.
 
-Its list of actions is walked as it runs: what stages hold between actions is added and dropped
-where the actions do it, and each action's own peak comes on top.
+Without a pipeline it is the memory of one graph, with the optimizer's state and accumulated
+gradients added. In a pipeline the rank's list of actions is walked as it runs. What stages hold
+between actions is added and dropped where the actions do it. The peak of each action comes on top.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, cast, get_args
 
 from gt_config.node_keys import PipelineAction
+from gt_passes.analysis.liveness import MemoryKind, MemoryProfile
 from gt_pipeline.estimates.action_memory import ActionMemory, StageMemory
 from gt_pipeline.runner.send_lifetimes import sends_done_after
 from gt_pipeline.schedules import Action
@@ -26,7 +29,7 @@ MemoryPart = Literal[
     "transfers",
     "running action",
 ]
-"""Why a rank holds memory.
+"""Why a rank of a pipeline holds memory.
 
 gradients: sums over microbatches, as gathered, until the step's end, with what their reduction
 needs; then as parameters are stored.
@@ -37,51 +40,74 @@ running action: what the action that runs has made, less what it has given up of
 
 MEMORY_PARTS: tuple[MemoryPart, ...] = get_args(MemoryPart)
 
+_PART_OF_KIND: Mapping[MemoryKind, str] = {
+    "static inputs": "parameters and buffers",
+    "arguments": "batch",
+    "outputs": "gradients",
+    "gathered parameters": "gathered parameters",
+    "saved for backward": "activations",
+    "temporaries": "temporaries",
+}
+
+ADAM_STATES = 2
+"""Tensors that the optimizer keeps for each parameter."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMoment:
-    """What a rank holds at the most while one action runs."""
+    """The most that a rank holds while one node or one action runs."""
 
-    action: Action | None
-    """None for the optimizer."""
+    action: Action | None = None
+    """The action of a pipeline; None for the optimizer, and for the nodes of a graph."""
 
-    bytes_by_part: Mapping[MemoryPart, int]
+    bytes_by_part: Mapping[str, int]
 
     @property
     def num_bytes(self) -> int:
-        """Of all parts."""
+        """Return the bytes of all parts."""
         return sum(self.bytes_by_part.values())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """The peak of one rank, and how it comes to it."""
+    """The peak of one rank, and all moments of its step."""
 
     rank: int
+    """Rank of the pipeline; 0 without one."""
+
     moments: tuple[RankMoment, ...]
-    """Of each computation, UNSHARD and REDUCE_GRAD in the order of its list; then, as reductions
-    are waited for, of each REDUCE_GRAD again; then of the optimizer."""
+    """Moments of each node of a graph. Of a list of actions: each computation, UNSHARD and
+    REDUCE_GRAD in its order; then, as reductions are waited for, each REDUCE_GRAD again; then the
+    optimizer."""
 
-    peak: RankMoment
-    """The first at which most is held."""
-
-    peak_live: int
-    """The most chunks that are saved at once: one for each microbatch of each of its stages."""
+    @cached_property
+    def peak(self) -> RankMoment:
+        """The first moment at which most is held."""
+        return max(self.moments, key=lambda moment: moment.num_bytes)
 
     @property
     def peak_bytes(self) -> int:
         """The most that it holds."""
         return self.peak.num_bytes
 
-    @property
-    def action(self) -> Action | None:
-        """The action that runs at the peak; None for the optimizer."""
-        return self.peak.action
 
-    @property
-    def bytes_by_part(self) -> Mapping[MemoryPart, int]:
-        """What is held at the peak; the values add up to ``peak_bytes``."""
-        return self.peak.bytes_by_part
+def graph_memory(
+    profile: MemoryProfile, *, optimizer_bytes: int, accumulated_bytes: int
+) -> RankMemory:
+    """Return the memory of a rank whose step runs a graph.
+
+    Args:
+        profile: memory of the graph; of several graphs the one that needs the most.
+        optimizer_bytes: state of the optimizer.
+        accumulated_bytes: gradients of earlier microbatches, held outside the graph.
+    """
+    outside = {"optimizer state": optimizer_bytes, "accumulated gradients": accumulated_bytes}
+    names = [_PART_OF_KIND[kind] for kind in profile.live_bytes_by_kind]
+    moments = []
+    for held in zip(*profile.live_bytes_by_kind.values(), strict=True):
+        state, *others = zip(names, held, strict=True)
+        moments.append(RankMoment(bytes_by_part=dict([state, *outside.items(), *others])))
+    return RankMemory(rank=0, moments=tuple(moments))
 
 
 def rank_memory(
@@ -90,7 +116,7 @@ def rank_memory(
     rank: int,
     stages: Mapping[int, StageMemory],
     pair: Callable[[Action], ActionMemory],
-    optimizer_states: int = 2,
+    optimizer_states: int = ADAM_STATES,
     accumulates: bool = False,
 ) -> RankMemory:
     """Walk one rank's list.
@@ -101,8 +127,8 @@ def rank_memory(
         stages: of the rank, by index; others are not read.
         pair: the memory of an OVERLAP_F_B.
         optimizer_states: tensors that the optimizer keeps for each parameter; 2 for Adam.
-        accumulates: whether the schedule runs again before the optimizer does, with the gradients
-            of the runs before in memory.
+        accumulates: whether the schedule runs several times before the optimizer does. Gradients
+            of earlier runs are in memory then.
     """
     walk = _Walk(lowered, rank, stages, optimizer_states, accumulates)
     done_after = sends_done_after(lowered, rank)
@@ -133,25 +159,23 @@ class _Walk:
         self._rank = rank
         self._stages = stages
         mine = [stages[index] for index in lowered.schedule.stages_of_rank(rank)]
-        self._held: dict[MemoryPart, int] = dict.fromkeys(MEMORY_PARTS, 0)
+        self._held: dict[str, int] = dict.fromkeys(MEMORY_PARTS, 0)
         self._held["parameters and buffers"] = sum(each.state_bytes for each in mine)
         self._held["optimizer state"] = optimizer_states * sum(e.parameter_bytes for e in mine)
         if accumulates:
             self._held["gradients"] = sum(each.reduced_bytes for each in mine)
         self._accumulating: set[int] = set()
         self._reducing: list[Action] = []
-        self._live = 0
-        self._peak_live = 0
         self._waiting: dict[Product, int] = {}
         self._moments: list[RankMoment] = []
 
     def reach(self, extra_bytes: int, action: Action | None) -> None:
         """Note what is held with this much on top."""
-        held: dict[MemoryPart, int] = {**self._held, "running action": extra_bytes}
+        held = {**self._held, "running action": extra_bytes}
         self._moments.append(RankMoment(action=action, bytes_by_part=held))
 
     def after(self, action: Action) -> None:
-        """What is held differently when an action has run."""
+        """Change what is held as an action does."""
         stage = self._stages.get(action.stage)
         assert stage is not None  # a rank acts on its own stages
         if action.kind == "UNSHARD":
@@ -181,12 +205,7 @@ class _Walk:
         self._drop(transferred_by(send))
 
     def result(self) -> RankMemory:
-        return RankMemory(
-            rank=self._rank,
-            moments=tuple(self._moments),
-            peak=max(self._moments, key=lambda moment: moment.num_bytes),
-            peak_live=self._peak_live,
-        )
+        return RankMemory(rank=self._rank, moments=tuple(self._moments))
 
     def _after_compute(self, part: Action) -> None:
         stage = self._stages[part.stage]
@@ -197,14 +216,11 @@ class _Walk:
         if made is not None:
             self._wait_for_use(made)
         if part.kind == "FORWARD":
-            self._live += 1
-            self._peak_live = max(self._peak_live, self._live)
             self._held["activations"] += stage.saved_bytes
         elif part.kind == "BACKWARD_INPUT":
             self._held["activations"] += stage.between_bytes - stage.saved_bytes
         else:
             full = part.kind == "FULL_BACKWARD"
-            self._live -= 1
             self._held["activations"] -= stage.saved_bytes if full else stage.between_bytes
             if part.stage not in self._accumulating:
                 self._accumulating.add(part.stage)

@@ -6,32 +6,42 @@ on the meta device, so that a configuration for a thousand GPUs is checked on a 
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torchtitan.tools import filesystem
+from torchtitan.tools.logging import logger
 
 from gt_autoparallel import PlanJudgement
 from gt_config.compile_config import MemoryPolicy
 from gt_passes.errors import GraphChunkingError
 from gt_passes.simulation import Hardware
 from gt_trace import collective_counts, flex_attention_on_cpu
-from gt_trainer.dry_run.beside_by_hand import PlacedByHand
-from gt_trainer.dry_run.captured_dry_step import capture_dry_step
-from gt_trainer.dry_run.fake_step import FakeStep, fake_step
-from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport, pipeline_dry_run
-from gt_trainer.dry_run.pipeline_judge import judged_pipeline, judged_without_a_step
-from gt_trainer.dry_run.simulated_run import SimulatedRun
+from gt_trainer.dry_run.captured_dry_step import (
+    CapturedDryStep,
+    capture_divided,
+    capture_dry_step,
+)
+from gt_trainer.dry_run.dry_run_report import CapturedPart, DryRunReport, PlacedByHand
+from gt_trainer.dry_run.fake_pipeline import planned_pipeline
+from gt_trainer.dry_run.fake_step import FakeStep, MetaModel, fake_ranks, fake_step, meta_model
+from gt_trainer.dry_run.simulated_balance import (
+    SimulatedBalance,
+    simulated_balance,
+    with_stages,
+)
+from gt_trainer.dry_run.simulated_step import SimulatedStep
 from gt_trainer.dry_run.step_facts import degrees_of
 from gt_trainer.dry_run.step_judge import (
     config_for_judging,
+    judged_pipeline,
     judged_step,
     keeping_the_best,
     step_judge,
 )
+from gt_trainer.parallelism_options import balance_of
 from gt_trainer.placement.judged_run import judgement_for
 from gt_trainer.placement.kept_plan import (
     JUDGEMENT_FILE,
@@ -49,88 +59,11 @@ from gt_trainer.placement.pipeline_judgement import (
 from gt_trainer.placement.plan_judge import judged_by
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
 from gt_trainer.quantization.quantized_model import with_quantized_model
-from gt_trainer.startup import StartupClock
-from gt_trainer.steps.layer_tracer import CaptureLayersReport
+from gt_trainer.steps.training_step import num_operators
 from gt_trainer.trainer import GraphTrainer
 
 Allows = Callable[[GraphTrainer.Config], bool]
 """Says whether a configuration breaks no rule."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DryRunReport:
-    """What one rank of the run would hold and execute."""
-
-    model: str
-    world_size: int
-    degrees: tuple[tuple[str, int], ...]
-    """Mesh axes above 1, by name."""
-
-    num_parameters: int
-    """Those of the whole model; tied parameters count once."""
-
-    num_parameters_per_rank: int
-    """Stored on rank 0, after sharding."""
-
-    parameter_bytes_per_rank: int
-    num_nodes_captured: int
-    num_nodes: int
-    """Operators after passes."""
-
-    collectives: tuple[tuple[str, int], ...]
-    """How often each communication operator runs in a step on rank 0, after passes."""
-
-    stamping: CaptureLayersReport | None
-    """How layers were stamped, or why not; None if that was not asked for."""
-
-    capture_seconds: float
-    passes_seconds: float
-
-    local_batch_size: int
-    """Samples of one microbatch on a rank."""
-
-    seq_len: int
-    memory_policy: str
-    simulated: SimulatedRun
-    """A training step on the hardware that the configuration is meant for."""
-
-    beside_by_hand: PlacedByHand | None = None
-    """The step placed by hand, if a solver placed this one and the run could be placed so."""
-
-    judgement: PlanJudgement | None = None
-    """The plan and its rivals, if a solver placed the step and rivals were simulated."""
-
-    remedy: str | None = None
-    """What would make a run fit that does not; None if it fits."""
-
-    def __str__(self) -> str:
-        """The report as lines for a terminal."""
-        axes = " x ".join(f"{name} {degree}" for name, degree in self.degrees) or "one rank"
-        communication = ", ".join(f"{count} {name}" for name, count in self.collectives) or "none"
-        stamping = "" if self.stamping is None else f" ({self.stamping})"
-        gib = self.parameter_bytes_per_rank / 2**30
-        batch = f"{self.local_batch_size} x {self.seq_len:,} tokens"
-        lines = (
-            f"Dry run of {self.model} on {self.world_size:,} ranks ({axes})",
-            f"  parameters       {self.num_parameters:,}",
-            f"  on each rank     {self.num_parameters_per_rank:,} ({gib:.2f} GiB as stored)",
-            f"  batch            {batch}, {self.simulated.facts.tokens:,} a step",
-            f"  memory policy    {self.memory_policy}",
-            f"  operators        {self.num_nodes_captured:,}, after passes {self.num_nodes:,}",
-            f"  collectives      {communication}",
-            f"  capture          {self.capture_seconds:.1f} s{stamping}",
-            f"  passes           {self.passes_seconds:.1f} s",
-            str(self.simulated),
-            *([f"  to make it fit   {self.remedy}"] if self.remedy else []),
-            *(self._judged() if self.judgement else []),
-            *([str(self.beside_by_hand)] if self.beside_by_hand else []),
-        )
-        return "\n".join(lines)
-
-    def _judged(self) -> Iterator[str]:
-        assert self.judgement is not None
-        yield "Plans by their simulated steps, of which the fastest that fits is taken"
-        yield from (f"  {line}" for line in self.judgement.lines())
 
 
 def dry_run(
@@ -142,7 +75,7 @@ def dry_run(
     is_allowed: Allows = lambda _: True,
     trace_path: Path | None = None,
     timeline_path: Path | None = None,
-) -> DryRunReport | PipelineDryRunReport:
+) -> DryRunReport:
     """Check that ``config`` can be built, placed and captured on ``world_size`` ranks.
 
     Args:
@@ -163,67 +96,47 @@ def dry_run(
     config = with_quantized_model(config)
     # The plan with which the run would go on.
     config = replace(config, compile=with_plan_file(config.compile, plan_file_of(config)))
-    with planned_for(PlannedMachine(hardware=hardware, is_simulated=True)):
-        return _dry_run(
-            config,
-            world_size,
-            by_hand=by_hand,
-            hardware=hardware,
-            is_allowed=is_allowed,
-            trace_path=trace_path,
-            timeline_path=timeline_path,
+
+    def drawn(of: GraphTrainer.Config) -> DryRunReport:
+        return captured_report(
+            of, world_size, hardware=hardware, trace_path=trace_path, timeline_path=timeline_path
         )
 
-
-def _dry_run(
-    config: GraphTrainer.Config,
-    world_size: int,
-    *,
-    by_hand: GraphTrainer.Config | None,
-    hardware: Hardware | None,
-    is_allowed: Allows,
-    trace_path: Path | None,
-    timeline_path: Path | None,
-) -> DryRunReport | PipelineDryRunReport:
-    if by_hand is not None and not is_allowed(by_hand):
-        by_hand = None
-    kept = by_hand_file_of(config)
-    if by_hand is not None and kept is not None:
-        judgement = judgement_for(kept, config, world_size)
-        report = _captured(by_hand, world_size, hardware, trace_path, timeline_path)
-        assert isinstance(report, PipelineDryRunReport)
-        report = replace(report, placement=f"{judgement}, kept in {kept}")
-        config, by_hand = by_hand, None
-    else:
-        try:
-            report = _captured(config, world_size, hardware, trace_path, timeline_path)
-        except GraphChunkingError as error:
-            if by_hand is None or not is_judged(config):
-                raise
-            judgement = judged_without_a_step(config, world_size, error)
-            _leave_for_a_start(config, judgement)
-            report = _captured(by_hand, world_size, hardware, trace_path, timeline_path)
-            assert isinstance(report, PipelineDryRunReport)
-            report = replace(report, placement=str(judgement))
+    with planned_for(PlannedMachine(hardware=hardware, is_simulated=True)):
+        if by_hand is not None and not is_allowed(by_hand):
+            by_hand = None
+        kept = by_hand_file_of(config)
+        if by_hand is not None and kept is not None:
+            placement = f"{judgement_for(kept, config, world_size)}, kept in {kept}"
+            report = replace(drawn(by_hand), placement=placement)
             config, by_hand = by_hand, None
-    if by_hand is not None:
-        expert = _captured(by_hand, world_size, hardware)
-        beside = PlacedByHand(planned=report.simulated, by_hand=expert.simulated)
-        if isinstance(report, PipelineDryRunReport) and is_judged(config):
-            assert isinstance(expert, PipelineDryRunReport)
-            judgement = judged_pipeline(
-                config, world_size, planned=report.simulated, by_hand=expert.simulated
-            )
-            _leave_for_a_start(config, judgement)
-            if judgement.takes_by_hand:
-                report = expert
-                if trace_path is not None or timeline_path is not None:  # which show the plan's
-                    _captured(by_hand, world_size, hardware, trace_path, timeline_path)
-            report = replace(report, placement=str(judgement))
-        report = replace(report, beside_by_hand=beside)
-    if report.simulated.fits:
-        return report
-    return replace(report, remedy=_remedy(config, world_size, hardware, is_allowed))
+        else:
+            try:
+                report = drawn(config)
+            except GraphChunkingError as error:
+                if by_hand is None or not is_judged(config):
+                    raise
+                judgement = judged_pipeline(config, world_size, planned=error)
+                _leave_for_a_start(config, judgement)
+                report = replace(drawn(by_hand), placement=str(judgement))
+                config, by_hand = by_hand, None
+        if by_hand is not None:
+            expert = captured_report(by_hand, world_size, hardware=hardware)
+            beside = PlacedByHand(planned=report.simulated, by_hand=expert.simulated)
+            if is_judged(config):
+                judgement = judged_pipeline(
+                    config, world_size, planned=report.simulated, by_hand=expert.simulated
+                )
+                _leave_for_a_start(config, judgement)
+                if judgement.takes_by_hand:
+                    report = expert
+                    if trace_path is not None or timeline_path is not None:  # which show the plan's
+                        drawn(by_hand)
+                report = replace(report, placement=str(judgement))
+            report = replace(report, beside_by_hand=beside)
+        if report.simulated.fits:
+            return report
+        return replace(report, remedy=_remedy(config, world_size, hardware, is_allowed))
 
 
 def _leave_for_a_start(config: GraphTrainer.Config, judgement: PipelineJudgement) -> None:
@@ -243,7 +156,7 @@ def _remedy(
     if config.compile.autoparallel:
         return "a smaller --compile.autoparallel_solver.memory_budget_gib, or more ranks"
     for flags, changed in changes_that_need_less(config, is_allowed):
-        simulated = _captured(changed, world_size, hardware).simulated
+        simulated = captured_report(changed, world_size, hardware=hardware).simulated
         if simulated.fits:
             gib = simulated.peak_bytes / 2**30
             speed = simulated.tokens_per_second_per_gpu
@@ -312,40 +225,6 @@ def _changes_of_pipeline(
             yield f"{flags} {flag}".strip(), changed
 
 
-def _captured(
-    config: GraphTrainer.Config,
-    world_size: int,
-    hardware: Hardware | None,
-    trace_path: Path | None = None,
-    timeline_path: Path | None = None,
-) -> DryRunReport | PipelineDryRunReport:
-    if config.parallelism.pipeline_parallel_degree > 1:
-        return pipeline_dry_run(
-            config,
-            world_size,
-            hardware=hardware,
-            trace_path=trace_path,
-            timeline_path=timeline_path,
-        )
-    best: list[DryRunReport] = []
-    judged = config_for_judging(config)
-
-    def simulate(step: FakeStep) -> SimulatedRun:
-        report = _report(judged, step, hardware=hardware)
-        if not best or judged_step(report.simulated).is_better_than(judged_step(best[0].simulated)):
-            best[:] = [report]
-        return report.simulated
-
-    with (
-        judged_by(step_judge(judged, simulate)) as judging,
-        fake_step(config, world_size) as step,
-        flex_attention_on_cpu(),
-    ):
-        if not best or trace_path is not None or judged != config:
-            best[:] = [_report(config, step, hardware=hardware, trace_path=trace_path)]
-    return replace(best[0], judgement=judging.judgement)
-
-
 def plan_before_training(
     config: GraphTrainer.Config,
     world_size: int,
@@ -369,54 +248,173 @@ def plan_before_training(
     """
     config = config_for_judging(config)
 
-    def simulate(step: FakeStep) -> SimulatedRun:
-        return _report(config, step, hardware=hardware).simulated
+    def simulate(step: FakeStep) -> SimulatedStep:
+        return capture_dry_step(config, step).simulate(hardware)
 
     new_judge = keeping_the_best(step_judge(config, simulate), best_path)
     with judged_by(new_judge) as judging, fake_step(config, world_size):
         return judging.judgement
 
 
-def _report(
+def judge_before_training(
     config: GraphTrainer.Config,
-    step: FakeStep,
+    by_hand: GraphTrainer.Config,
+    world_size: int,
     *,
+    hardware: Hardware | None = None,
+) -> PipelineJudgement:
+    """Plan a pipeline, and compare its simulated step with the one by manual parallelism.
+
+    For a process that has no process group yet. The plans are written to the dump folder, and how
+    stages were balanced is logged.
+
+    Args:
+        config: as for ``dry_run``, with a solver and a pipeline. Not changed.
+        by_hand: the same run without a solver, as ``settled_by_hand`` gives it. Not changed.
+        world_size: as for ``dry_run``.
+        hardware: the machine to plan for and to simulate; H100 SXM by default.
+
+    Raises:
+        Exception: whatever building, placing or capturing raises, except that the plan's stages
+            cannot run in chunks.
+    """
+    try:
+        planned = captured_report(with_quantized_model(config), world_size, hardware=hardware)
+    except GraphChunkingError as error:
+        return judged_pipeline(config, world_size, planned=error)
+    expert = captured_report(with_quantized_model(by_hand), world_size, hardware=hardware)
+    if planned.balance is not None:
+        for line in str(planned.balance).splitlines():
+            logger.info(line)
+    return judged_pipeline(config, world_size, planned=planned.simulated, by_hand=expert.simulated)
+
+
+def captured_report(
+    config: GraphTrainer.Config,
+    world_size: int,
+    *,
+    hardware: Hardware | None = None,
+    trace_path: Path | None = None,
+    timeline_path: Path | None = None,
+) -> DryRunReport:
+    """Capture and simulate the step of one configuration, and no other beside it.
+
+    Args:
+        config: as for ``dry_run``.
+        world_size: as for ``dry_run``.
+        hardware: as for ``dry_run``.
+        trace_path: as for ``dry_run``.
+        timeline_path: as for ``dry_run``.
+
+    Raises:
+        RuntimeError: a process group exists already.
+        Exception: whatever building, placing or capturing raises, as in a real run.
+    """
+    if config.parallelism.pipeline_parallel_degree > 1:
+        with fake_ranks(world_size), flex_attention_on_cpu():
+            # One model: two meshes of the same ranks are one for DTensor, with the groups of
+            # either.
+            built = meta_model(config, world_size)
+            config, balance = _balanced(config, built, hardware)
+            pipeline = capture_divided(config, built, planned_pipeline(config))
+            report = _report(pipeline, hardware, trace_path, timeline_path)
+            return replace(report, balance=balance)
+    best: list[DryRunReport] = []
+    judged = config_for_judging(config)
+
+    def simulate(step: FakeStep) -> SimulatedStep:
+        report = _report(capture_dry_step(judged, step), hardware)
+        if not best or judged_step(report.simulated).is_better_than(judged_step(best[0].simulated)):
+            best[:] = [report]
+        return report.simulated
+
+    with (
+        judged_by(step_judge(judged, simulate)) as judging,
+        fake_step(config, world_size) as step,
+        flex_attention_on_cpu(),
+    ):
+        if not best or trace_path is not None or judged != config:
+            best[:] = [_report(capture_dry_step(config, step), hardware, trace_path)]
+    return replace(best[0], judgement=judging.judgement)
+
+
+def _balanced(
+    config: GraphTrainer.Config, built: MetaModel, hardware: Hardware | None
+) -> tuple[GraphTrainer.Config, SimulatedBalance | None]:
+    """Name the stages of a pipeline if they are to be balanced, or if a plan has named them."""
+    if balance_of(config.parallelism) == "layers":
+        return config, None
+    if (path := plan_file_of(config)) is not None:
+        # Imported here: no other dry run pays for the solver.
+        from gt_trainer.pipelines.planned_stages import stages_of_plan
+
+        return with_stages(config, stages_of_plan(path)), None
+    balance = simulated_balance(config, built, hardware=hardware)
+    return with_stages(config, balance.names_per_stage), balance
+
+
+def _report(
+    captured: CapturedDryStep,
     hardware: Hardware | None,
     trace_path: Path | None = None,
+    timeline_path: Path | None = None,
 ) -> DryRunReport:
-    begin = time.perf_counter()
-    clock = StartupClock()
-    captured = capture_dry_step(config, step, clock)
-    report, stored = captured.report, captured.stored
-    total = time.perf_counter() - begin
-    passes = clock.seconds("passes")
-    spec = config.model_spec
+    config, dims = captured.config, captured.built.parallel_dims
+    spec, plan, stored = config.model_spec, captured.plan, captured.stored
     assert spec is not None
-    simulated = captured.simulate(hardware, trace_path=trace_path)
+    is_pipelined = plan is not None
+    simulated = captured.simulate(hardware, trace_path=trace_path, page_path=timeline_path)
     return DryRunReport(
         model=f"{spec.name} {spec.flavor}",
-        world_size=step.parallel_dims.world_size,
-        degrees=degrees_of(step.parallel_dims),
-        num_parameters=step.num_parameters,
-        num_parameters_per_rank=sum(p.numel() for p in stored),
-        parameter_bytes_per_rank=sum(p.numel() * p.element_size() for p in stored),
-        num_nodes_captured=report.num_nodes_captured,
-        num_nodes=report.num_nodes,
-        collectives=_collectives(simulated),
-        stamping=report.stamping,
-        capture_seconds=total - passes,
-        passes_seconds=passes,
-        local_batch_size=config.training.local_batch_size,
+        world_size=dims.world_size,
+        degrees=degrees_of(dims),
+        num_parameters=captured.built.num_parameters,
+        parameters_by_rank=tuple(sum(p.numel() for p in each) for each in stored),
+        parameter_bytes_by_rank=tuple(
+            sum(p.numel() * p.element_size() for p in each) for each in stored
+        ),
+        schedule=plan.schedule if plan is not None else None,
+        batch_size=(
+            config.parallelism.pipeline_parallel_microbatch_size
+            if is_pipelined
+            else config.training.local_batch_size
+        ),
         seq_len=config.training.seq_len,
         memory_policy=config.compile.memory_policy,
+        captured=tuple(_captured_parts(captured)),
+        collectives=() if is_pipelined else _collectives(simulated),
+        capture_seconds=captured.capture_seconds,
+        passes_seconds=captured.passes_seconds,
         simulated=simulated,
     )
 
 
-def _collectives(simulated: SimulatedRun) -> tuple[tuple[str, int], ...]:
+def _captured_parts(captured: CapturedDryStep) -> Iterator[CapturedPart]:
+    """The captures of a step, with the names of the stages that each represents."""
+    if captured.plan is None:
+        (report,) = captured.reports
+        yield CapturedPart(
+            num_nodes_captured=report.num_nodes_captured,
+            num_nodes=report.num_nodes,
+            stamping=report.stamping,
+        )
+        return
+    for stage, report in zip(captured.captured, captured.reports, strict=True):
+        indices = [i for i, each in enumerate(captured.stages) if each is stage]
+        first, last = indices[0], indices[-1]
+        is_range = len(indices) > 1 and indices == list(range(first, last + 1))
+        yield CapturedPart(
+            stages=f"{first}-{last}" if is_range else " and ".join(map(str, indices)),
+            num_nodes_captured=report.num_nodes_captured,
+            num_nodes=sum(num_operators(e.graph_module) for e in stage.actions.values()),
+            stamping=report.stamping,
+        )
+
+
+def _collectives(simulated: SimulatedStep) -> tuple[tuple[str, int], ...]:
     """How often each communication operator runs in a step."""
     counts: Counter[str] = Counter()
     for each in simulated.runs:
         for name, count in collective_counts(each.graph_module).items():
-            counts[name] += each.count * count
+            counts[name] += int(each.count) * count
     return tuple(counts.items())

@@ -32,25 +32,28 @@ from gt_trainer.trainer import GraphTrainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FakeStep:
-    """What a capture of one training step needs, on rank 0 of a fake world."""
+class MetaModel:
+    """A model on meta, and the meshes that it is for."""
 
     model: Any
-    """Parallelized, on meta."""
+    parallel_dims: ParallelDims
+    num_parameters: int
+    """Parameters of the whole model, before sharding; tied parameters count once."""
+
+    flops_per_token: int
+    """torchtitan's count for the whole model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeStep(MetaModel):
+    """A parallelized model, and what else a capture of one training step needs."""
 
     loss_fn: LossFunction
     inputs: tuple[Any, ...]
     """A batch of zeros of the configured shape: (tokens, labels, token count, extra inputs)."""
 
-    parallel_dims: ParallelDims
-    num_parameters: int
-    """Those of the whole model, before sharding; tied parameters count once."""
-
-    flops_per_token: int
-    """torchtitan's count for the whole model."""
-
     meta_device: str
-    """The device that tensors on meta stand for."""
+    """The device that tensors on meta represent."""
 
 
 @contextmanager
@@ -62,7 +65,7 @@ def fake_step(config: GraphTrainer.Config, world_size: int, *, rank: int = 0) ->
     Args:
         config: a finished configuration that ``preflight`` accepts.
         world_size: number of ranks.
-        rank: which of them this process stands for.
+        rank: the rank that this process represents.
 
     Raises:
         RuntimeError: a process group exists already.
@@ -88,19 +91,6 @@ def fake_ranks(world_size: int, *, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetaModel:
-    """A whole model on meta, not placed yet, and the meshes that it is for."""
-
-    model: Any
-    parallel_dims: ParallelDims
-    num_parameters: int
-    """Tied parameters count once."""
-
-    flops_per_token: int
-    """torchtitan's count."""
 
 
 def meta_model(
@@ -153,15 +143,9 @@ def step_of_placed(config: GraphTrainer.Config, model: Any, built: MetaModel) ->
     """
     parallel_dims = built.parallel_dims
     model.train()
-    loss_fn = loss_of(config).build(compile_config=config.compile)
-    if isinstance(loss_fn, ChunkedLossWrapper):
-        loss_fn.set_lm_head(model.lm_head)
-        model._skip_lm_head = True
-    if isinstance(loss_fn, LossOfParts):
-        loss_fn.set_ranks(parallel_dims)
     return FakeStep(
         model=model,
-        loss_fn=loss_fn,
+        loss_fn=loss_for(config, model, parallel_dims),
         inputs=example_inputs(
             config, model, parallel_dims, batch_size=config.training.local_batch_size
         ),
@@ -170,6 +154,26 @@ def step_of_placed(config: GraphTrainer.Config, model: Any, built: MetaModel) ->
         flops_per_token=built.flops_per_token,
         meta_device=titan_utils.device_type,
     )
+
+
+def loss_for(
+    config: GraphTrainer.Config, last: Any, parallel_dims: ParallelDims, *, has_head: bool = True
+) -> LossFunction:
+    """Return the loss of ``config`` as torchtitan's trainer prepares it.
+
+    Args:
+        config: of the run.
+        last: the model, or its last part that is here.
+        parallel_dims: of the run.
+        has_head: whether the output projection is in ``last``. A chunked loss takes it over.
+    """
+    loss_fn: LossFunction = loss_of(config).build(compile_config=config.compile)
+    if isinstance(loss_fn, ChunkedLossWrapper) and has_head:
+        loss_fn.set_lm_head(last.lm_head)
+        last._skip_lm_head = True
+    if isinstance(loss_fn, LossOfParts):
+        loss_fn.set_ranks(parallel_dims)
+    return loss_fn
 
 
 def example_inputs(

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast, get_args
+from typing import TypeVar, cast, get_args
 
 from torchtitan.models.common.decoder import Decoder
 
@@ -39,12 +39,12 @@ from gt_pipeline.schedules.dependencies import transferred_by
 from gt_pipeline.schedules.schedule import LoweredSchedule
 from gt_pipeline.split import TORCHTITAN_NAMING
 from gt_trace import flex_attention_on_cpu
+from gt_trainer.dry_run.captured_dry_step import CapturedDryStep, capture_divided
 from gt_trainer.dry_run.equal_stages import equal_stages
-from gt_trainer.dry_run.fake_pipeline import FakePipeline, capture_divided, planned_pipeline
+from gt_trainer.dry_run.fake_pipeline import planned_pipeline
 from gt_trainer.dry_run.fake_step import MetaModel, fake_ranks, meta_model
 from gt_trainer.dry_run.numbers_as_text import GIB, ms
-from gt_trainer.dry_run.simulated_pipeline import ADAM_STATES
-from gt_trainer.dry_run.simulated_run import group_labels
+from gt_trainer.dry_run.simulate_steps import group_labels
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, ranks_of_pipelines
 from gt_trainer.pipelines.split_model import gathered_bytes_limit
 from gt_trainer.quantization.quantized_model import with_quantized_model
@@ -182,13 +182,13 @@ def simulated_balance(
     )
 
     def stages(counts: Sequence[int]) -> tuple[BalancedStage, ...]:
-        ends = list(itertools.accumulate(counts))
+        names, times = _by_stage(modules, counts), _by_stage(units.times, counts)
         return tuple(
             BalancedStage(
-                names=tuple(itertools.chain(*modules[end - count : end])),
-                compute_us=sum(each.compute for each in units.times[end - count : end]),
+                names=tuple(itertools.chain(*of_stage)),
+                compute_us=sum(each.compute for each in times_of_stage),
             )
-            for end, count in zip(ends, counts, strict=True)
+            for of_stage, times_of_stage in zip(names, times, strict=True)
         )
 
     kinds = dict.fromkeys(each.kind for each in units.times)
@@ -216,11 +216,19 @@ def _has_new_lone_layer(
     modules: Sequence[tuple[str, ...]], counts: Sequence[int], before: Sequence[int]
 ) -> bool:
     """Whether a stage that was more is one layer and nothing else: see ``_captured_units``."""
-    ends = itertools.accumulate(counts)
     return any(
-        count == 1 < was and modules[end - 1][0].startswith(f"{TORCHTITAN_NAMING.layers}.")
-        for end, count, was in zip(ends, counts, before, strict=True)
+        len(stage) == 1 < was and stage[0][0].startswith(f"{TORCHTITAN_NAMING.layers}.")
+        for stage, was in zip(_by_stage(modules, counts), before, strict=True)
     )
+
+
+UnitT = TypeVar("UnitT")
+
+
+def _by_stage(units: Sequence[UnitT], counts: Sequence[int]) -> Iterator[Sequence[UnitT]]:
+    """Divide units into stages of so many each."""
+    ends = itertools.accumulate(counts)
+    return (units[end - count : end] for end, count in zip(ends, counts, strict=True))
 
 
 def _units(names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -268,7 +276,7 @@ def _memory_shares(plan: PipelinePlan, stages: Sequence[Sequence[int]]) -> tuple
 class _CapturedUnits:
     """What stands for each unit: a stage of one, or of two that are alike."""
 
-    pipeline: FakePipeline
+    pipeline: CapturedDryStep
     kinds: tuple[int, ...]
     """For each unit the first that is like it."""
 
@@ -350,11 +358,7 @@ def _peak_bytes(
     lowered: LoweredSchedule, units: Sequence[StageMemory], counts: Sequence[int]
 ) -> int:
     """The estimated peak of the fullest rank."""
-    ends = itertools.accumulate(counts)
-    stages = {
-        stage: joined_memory(units[end - count : end])
-        for stage, (end, count) in enumerate(zip(ends, counts, strict=True))
-    }
+    stages = dict(enumerate(map(joined_memory, _by_stage(units, counts))))
 
     def pair(action: Action) -> ActionMemory:
         assert action.parts is not None
@@ -365,9 +369,7 @@ def _peak_bytes(
         )
 
     return max(
-        rank_memory(
-            lowered, rank=rank, stages=stages, pair=pair, optimizer_states=ADAM_STATES
-        ).peak_bytes
+        rank_memory(lowered, rank=rank, stages=stages, pair=pair).peak_bytes
         for rank in range(lowered.num_ranks)
     )
 
@@ -376,18 +378,19 @@ def _priced(
     config: GraphTrainer.Config, captured: _CapturedUnits, schedule: Schedule, machine: Hardware
 ) -> _PricedUnits:
     pipeline, stage_of, num_units = captured.pipeline, captured.stage_of, captured.num_units
+    assert pipeline.plan is not None
     cost_model = CostModel(
         machine,
         sizes=SymbolSizes(symbol_sizes_of(pipeline.stages)),
         host="cuda_graph" if config.compile.cuda_graphs else "eager",
     )
-    ranks, *_ = ranks_of_pipelines(schedule.num_ranks, pipeline.parallel_dims.world_size)
+    ranks, *_ = ranks_of_pipelines(schedule.num_ranks, pipeline.built.parallel_dims.world_size)
     priced = PricedStages(
         pipeline.stages,
         pipeline.plan.schedule,
         cost_model,
         ranks=range(len(pipeline.stages)),
-        group_labels=group_labels(pipeline.parallel_dims),
+        group_labels=group_labels(pipeline.built.parallel_dims),
     )
     cost = priced.costs()
 
@@ -451,20 +454,13 @@ def _lowering(
         always = lower(schedule, unshards=True, reduces=True)
         return lambda counts: always
 
-    def lowered(counts: Sequence[int]) -> LoweredSchedule:
-        ends = itertools.accumulate(counts)
-        return lower(
-            schedule,
-            unshards=True,
-            reduces=True,
-            max_unsharded_bytes=limit,
-            unsharded_bytes={
-                stage: sum(unsharded[end - count : end])
-                for stage, (end, count) in enumerate(zip(ends, counts, strict=True))
-            },
-        )
-
-    return lowered
+    return lambda counts: lower(
+        schedule,
+        unshards=True,
+        reduces=True,
+        max_unsharded_bytes=limit,
+        unsharded_bytes=dict(enumerate(map(sum, _by_stage(unsharded, counts)))),
+    )
 
 
 def _in_short(names: Sequence[str]) -> str:

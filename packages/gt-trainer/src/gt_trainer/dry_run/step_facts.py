@@ -1,4 +1,4 @@
-"""What a configuration says of one training step: tokens, microbatches, parameters of a rank."""
+"""Numbers of one training step from its configuration: tokens, microbatches, parameters."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import torch
 from torchtitan.distributed import ParallelDims
 
+from gt_passes.simulation import Hardware, optimizer_step_us
+from gt_pipeline.estimates import ADAM_STATES
+from gt_trainer.dry_run.fake_step import MetaModel
 from gt_trainer.trainer import GraphTrainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
-    """What the configuration says of one training step."""
+    """Numbers of one training step from its configuration."""
 
     num_gpus: int
     tokens: int
@@ -29,23 +32,27 @@ class StepFacts:
     parameter_bytes_per_rank: int
     clips_gradients: bool
 
+    def optimizer_us(self, hardware: Hardware) -> float:
+        """Return the time of clipping and a fused AdamW."""
+        return optimizer_step_us(
+            self.num_parameters_per_rank,
+            hardware,
+            num_states=ADAM_STATES,
+            clips_gradients=self.clips_gradients,
+        )
+
 
 def step_facts(
-    config: GraphTrainer.Config,
-    parallel_dims: ParallelDims,
-    stored: Sequence[torch.Tensor],
-    *,
-    flops_per_token: int,
+    config: GraphTrainer.Config, built: MetaModel, stored: Sequence[torch.Tensor]
 ) -> StepFacts:
-    """What one training step is, as torchtitan's trainer reads the configuration.
+    """Return the numbers of a training step, as torchtitan's trainer reads the configuration.
 
     Args:
         config: finished.
-        parallel_dims: of the run.
+        built: its model.
         stored: parameters as this rank stores them.
-        flops_per_token: of the whole model.
     """
-    training = config.training
+    training, parallel_dims = config.training, built.parallel_dims
     batch_degree = parallel_dims.dp_replicate * parallel_dims.dp_shard
     samples = training.local_batch_size * batch_degree
     global_batch_size = training.global_batch_size if training.global_batch_size > 0 else samples
@@ -53,7 +60,7 @@ def step_facts(
         num_gpus=parallel_dims.world_size,
         tokens=global_batch_size * training.seq_len,
         num_microbatches=max(1, global_batch_size // samples),
-        flops_per_token=flops_per_token,
+        flops_per_token=built.flops_per_token,
         num_parameters_per_rank=sum(p.numel() for p in stored),
         parameter_bytes_per_rank=sum(p.numel() * p.element_size() for p in stored),
         clips_gradients=training.max_norm > 0,

@@ -25,9 +25,12 @@ from gt_autoparallel import (
 from gt_passes.errors import GraphChunkingError
 from gt_trace import flex_attention_on_cpu
 from gt_trainer.dry_run.fake_step import FakeStep, meta_model, step_of_placed
-from gt_trainer.dry_run.simulated_run import SimulatedRun
+from gt_trainer.dry_run.simulated_step import SimulatedStep
 from gt_trainer.models.device_defaults import default_options
 from gt_trainer.placement.expert_blocks import expert_blocks
+from gt_trainer.placement.judged_run import judged_run
+from gt_trainer.placement.memory_budget import asked_budget_bytes
+from gt_trainer.placement.pipeline_judgement import PipelineJudgement
 from gt_trainer.placement.place_decoder import place_by_plan
 from gt_trainer.placement.plan_judge import NewJudge
 from gt_trainer.trainer import GraphTrainer
@@ -61,7 +64,7 @@ def config_for_judging(config: GraphTrainer.Config) -> GraphTrainer.Config:
 
 
 def step_judge(
-    config: GraphTrainer.Config, simulate: Callable[[FakeStep], SimulatedRun]
+    config: GraphTrainer.Config, simulate: Callable[[FakeStep], SimulatedStep]
 ) -> NewJudge | None:
     """Make the judges of a run's plans; None if it plans nothing.
 
@@ -100,9 +103,33 @@ def why_no_chunks(error: GraphChunkingError) -> str:
     return f"its step cannot run in {chunks}: {'; '.join(error.shown_problems)}"
 
 
-def judged_step(found: SimulatedRun) -> JudgedStep:
-    """What of a simulated step plans are chosen by."""
+def judged_step(found: SimulatedStep) -> JudgedStep:
+    """Return the numbers of a simulated step by which plans are chosen."""
     return JudgedStep(step_us=found.step_us, peak_bytes=found.peak_bytes, fits=found.fits)
+
+
+def judged_pipeline(
+    config: GraphTrainer.Config,
+    world_size: int,
+    *,
+    planned: SimulatedStep | GraphChunkingError,
+    by_hand: SimulatedStep | None = None,
+) -> PipelineJudgement:
+    """Compare the steps of a pipeline, and the memory that they take with the given budget.
+
+    Args:
+        config: of the planned one.
+        world_size: ranks of the whole job.
+        planned: its step; or why the plan's stages cannot run in chunks, which leaves ``by_hand``.
+        by_hand: the step of the same run without a solver; None if there is no planned one.
+    """
+    return PipelineJudgement(
+        planned=None if isinstance(planned, GraphChunkingError) else judged_step(planned),
+        by_hand=None if by_hand is None else judged_step(by_hand),
+        no_step_because=why_no_chunks(planned) if isinstance(planned, GraphChunkingError) else "",
+        budget_bytes=asked_budget_bytes(config.compile.autoparallel_solver),
+        made_for=judged_run(config, world_size),
+    )
 
 
 def keeping_the_best(new_judge: NewJudge | None, path: Path) -> NewJudge | None:

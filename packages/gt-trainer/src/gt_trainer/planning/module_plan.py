@@ -37,10 +37,10 @@ from gt_passes.simulation import Hardware, model_flops_utilization
 from gt_pipeline.errors import GtPipelineError
 from gt_trace import TracedStep
 from gt_trace.fsdp import MixedPrecision, shard
+from gt_trainer.dry_run.captured_dry_step import parameters_by_rank
 from gt_trainer.dry_run.fake_step import fake_ranks
 from gt_trainer.dry_run.numbers_as_text import GIB, ms
-from gt_trainer.dry_run.pipeline_dry_run import parameters_by_rank
-from gt_trainer.dry_run.simulated_run import simulate_run
+from gt_trainer.dry_run.simulate_steps import simulate_graphs, simulate_stages
 from gt_trainer.dry_run.step_facts import StepFacts
 from gt_trainer.planning.candidates import NoRecipeError
 from gt_trainer.planning.cluster import Cluster
@@ -62,9 +62,10 @@ from gt_trainer.planning.plan_answer import binding, least_memory, ranked_table,
 from gt_trainer.planning.recipe_outcome import RecipeOutcome, ranked
 from gt_trainer.planning.run_recipe import RunRecipe
 from gt_trainer.planning.search import BoundedCandidate, Cost, Frontier, search
-from gt_trainer.planning.simulate_recipes import outcome_of_pipeline, outcome_of_step
+from gt_trainer.planning.simulate_recipes import outcome_of
 from gt_trainer.planning.staged_module import ModuleStages, StagedModule
 from gt_trainer.planning.step_bounds import ADAM_STATES
+from gt_trainer.steps.captured_step import WholeStepProgram
 from gt_trainer.steps.layer_tracer import layer_tracer
 
 
@@ -351,12 +352,14 @@ class ModuleTrial:
         optimize(traced, CompileConfig(verify_passes=False), passes=passes)
         facts = self._facts(recipe, mine.parameters(), num_microbatches=recipe.num_microbatches)
         labels = {} if placement is None else labels_of_placed(mesh_of(recipe, "cpu"))
-        run = simulate_run(traced, facts, labels=labels, hardware=self.machine)
+        run = simulate_graphs(
+            WholeStepProgram(traced).graphs, facts, labels=labels, hardware=self.machine
+        )
         if placement is not None:
             self.placements[recipe] = placement
         elif recipe.memory_policy == "save_all":
             self.flops_per_token = run.graph.flops // (recipe.microbatch * self.tokens_per_sample)
-        return outcome_of_step(recipe, run)
+        return outcome_of(recipe, run)
 
     def _outcome_of_stages(self, recipe: RunRecipe) -> RecipeOutcome:
         assert self.stages is not None
@@ -369,7 +372,15 @@ class ModuleTrial:
         by_rank = parameters_by_rank(captured, staged.pipeline.schedule)
         fullest = max(by_rank, key=lambda each: sum(p.numel() for p in each))
         facts = self._facts(recipe, fullest, num_microbatches=1)  # all in one run of the schedule
-        return outcome_of_pipeline(recipe, staged.simulated(captured, facts, self.machine))
+        run = simulate_stages(
+            captured,
+            staged.pipeline.schedule,
+            facts,
+            labels={},
+            hardware=self.machine,
+            shared_groups=self.stages.shared_groups,
+        )
+        return outcome_of(recipe, run)
 
     def _shared(self, recipe: RunRecipe, placement: PlacementPlan | None) -> tuple[nn.Module, Loss]:
         """The module with this rank's part of its parameters, and what gives its loss."""

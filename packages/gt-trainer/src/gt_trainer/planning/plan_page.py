@@ -20,9 +20,8 @@ from gt_config.pages import (
     table,
     timeline,
 )
-from gt_trainer.dry_run.memory_over_step import MemoryOverStep
 from gt_trainer.dry_run.numbers_as_text import GIB
-from gt_trainer.dry_run.step_timeline import Bar, StepTimeline
+from gt_trainer.dry_run.step_over_time import Bar, MemoryOverStep, StepTimeline
 from gt_trainer.planning.plan_answer import (
     RANKED_HEAD,
     PlanAnswer,

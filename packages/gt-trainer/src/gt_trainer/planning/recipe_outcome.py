@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from gt_trainer.dry_run.memory_over_step import MemoryOverStep
-from gt_trainer.dry_run.step_timeline import StepTimeline
+from gt_trainer.dry_run.step_over_time import MemoryOverStep, StepTimeline
 from gt_trainer.planning.run_recipe import RunRecipe
 
 _HOURS = 3600.0

@@ -14,12 +14,11 @@ from gt_config import ConfigError
 from gt_passes.simulation import Hardware
 from gt_trainer.device import intended_for
 from gt_trainer.dry_run.dry_run import dry_run
-from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport
 from gt_trainer.launcher.child import ChildFailedError, RunningChild
 from gt_trainer.planning.candidates import NoRecipeError
 from gt_trainer.planning.recipe_outcome import RecipeOutcome, Unsimulated
 from gt_trainer.planning.run_recipe import RunRecipe
-from gt_trainer.planning.simulate_recipes import outcome_of_pipeline, outcome_of_step, unverified
+from gt_trainer.planning.simulate_recipes import outcome_of, unverified
 from gt_trainer.preflight.preflight import check_configuration, topology_of
 from gt_trainer.preflight.settled_defaults import settle_defaults
 from gt_trainer.trainer import GraphTrainer
@@ -108,10 +107,7 @@ def start_beside(run: RunBeside, num_gpus: int, hardware: Hardware) -> RunningCh
             report = dry_run(
                 unverified(run.config), num_gpus, hardware=hardware, is_allowed=lambda _: False
             )
-        recipe = recipe_of(run.config, num_gpus)
-        if isinstance(report, PipelineDryRunReport):
-            return outcome_of_pipeline(recipe, report.simulated)
-        return outcome_of_step(recipe, report.simulated)
+        return outcome_of(recipe_of(run.config, num_gpus), report.simulated)
 
     return RunningChild(simulate)
 

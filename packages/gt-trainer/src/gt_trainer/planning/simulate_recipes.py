@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,20 @@ from gt_config import ConfigError
 from gt_passes.simulation import Hardware, Sensitivity
 from gt_trace import flex_attention_on_cpu
 from gt_trainer.device import intended_for
-from gt_trainer.dry_run.captured_dry_step import capture_dry_step
-from gt_trainer.dry_run.fake_pipeline import capture_divided, planned_pipeline
+from gt_trainer.dry_run.captured_dry_step import (
+    CapturedDryStep,
+    capture_divided,
+    capture_dry_step,
+)
+from gt_trainer.dry_run.fake_pipeline import planned_pipeline
 from gt_trainer.dry_run.fake_step import fake_ranks, fake_step, meta_model
-from gt_trainer.dry_run.memory_over_step import memory_of_pipeline, memory_of_run
-from gt_trainer.dry_run.pipeline_dry_run import simulate_captured
-from gt_trainer.dry_run.simulated_pipeline import SimulatedPipeline
-from gt_trainer.dry_run.simulated_run import SimulatedRun
-from gt_trainer.dry_run.step_timeline import timeline_of_pipeline, timeline_of_run
+from gt_trainer.dry_run.simulated_step import SimulatedStep
+from gt_trainer.dry_run.step_over_time import memory_over_step, step_timeline
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
 from gt_trainer.planning.run_recipe import RunRecipe
 from gt_trainer.preflight.preflight import check_configuration
 from gt_trainer.preflight.settled_defaults import settle_defaults
 from gt_trainer.quantization.quantized_model import with_quantized_model
-from gt_trainer.startup import StartupClock
 from gt_trainer.trainer import GraphTrainer
 
 Outcomes = tuple[RecipeOutcome, ...]
@@ -54,9 +55,15 @@ def simulate_recipes(
         ready = {
             recipe: with_quantized_model(unverified(config)) for recipe, config in configs.items()
         }
-        is_pipelined = next(iter(configs)).pp > 1
-        simulate = _simulate_pipelines if is_pipelined else _simulate_steps
-        return list(simulate(ready, machines, trace_path))
+        found: list[Outcomes] = []
+        with closing(_captured(ready)) as captured_steps:
+            for recipe, captured in captured_steps:
+                steps = []
+                for machine in machines:
+                    steps.append(captured.simulate(machine, trace_path=trace_path))
+                    trace_path = None
+                found.append(tuple(outcome_of(recipe, each) for each in steps))
+        return found
 
 
 def recipe_config(
@@ -103,89 +110,51 @@ def unverified(config: GraphTrainer.Config) -> GraphTrainer.Config:
     return replace(config, compile=replace(config.compile, verify_passes=False))
 
 
-def _simulate_steps(
+def _captured(
     configs: Mapping[RunRecipe, GraphTrainer.Config],
-    machines: Sequence[Hardware],
-    trace_path: Path | None,
-) -> Iterator[Outcomes]:
-    for recipe, config in configs.items():
-        with fake_step(config, recipe.num_gpus) as step, flex_attention_on_cpu():
-            captured = capture_dry_step(config, step, StartupClock())
-            yield tuple(
-                outcome_of_step(
-                    recipe,
-                    captured.simulate(machine, trace_path=None if index else trace_path),
-                )
-                for index, machine in enumerate(machines)
-            )
+) -> Generator[tuple[RunRecipe, CapturedDryStep]]:
+    """Capture recipes, those with a pipeline once for all of their schedules.
+
+    The fake ranks of a capture exist until the next recipe is captured.
+    """
+    captured: CapturedDryStep | None = None
+    with flex_attention_on_cpu(), ExitStack() as ranks:
+        for recipe, config in configs.items():
+            if recipe.pp == 1:
+                with fake_step(config, recipe.num_gpus) as step:
+                    yield recipe, capture_dry_step(config, step)
+                continue
+            plan = planned_pipeline(config)
+            if captured is None:
+                ranks.enter_context(fake_ranks(recipe.num_gpus))
+                captured = capture_divided(config, meta_model(config, recipe.num_gpus), plan)
+            yield recipe, replace(captured, config=config, plan=plan)
 
 
-def _simulate_pipelines(
-    configs: Mapping[RunRecipe, GraphTrainer.Config],
-    machines: Sequence[Hardware],
-    trace_path: Path | None,
-) -> Iterator[Outcomes]:
-    first, config = next(iter(configs.items()))
-    with fake_ranks(first.num_gpus), flex_attention_on_cpu():
-        built = meta_model(config, first.num_gpus)
-        pipeline = capture_divided(config, built, planned_pipeline(config))
-        for recipe, its_config in configs.items():
-            scheduled = replace(pipeline, plan=planned_pipeline(its_config))
-            yield tuple(
-                outcome_of_pipeline(
-                    recipe,
-                    simulate_captured(
-                        its_config,
-                        scheduled,
-                        hardware=machine,
-                        trace_path=trace_path if recipe == first and index == 0 else None,
-                    ),
-                )
-                for index, machine in enumerate(machines)
-            )
-
-
-def outcome_of_step(recipe: RunRecipe, run: SimulatedRun) -> RecipeOutcome:
-    """Return the outcome of a step without a pipeline."""
-    exposed = {total.purpose: total.exposed_us for total in run.by_purpose}
+def outcome_of(recipe: RunRecipe, step: SimulatedStep) -> RecipeOutcome:
+    """Return what a plan says of a simulated step."""
+    exposed = step.exposed_us
+    if (schedule := step.schedule) is not None:
+        exposed |= {
+            "gathers and reductions": schedule.time.gathers,
+            "transfers": schedule.time.transfers,
+            "tied weight": schedule.shared_us,
+        }
     return RecipeOutcome(
         recipe=recipe,
-        step_us=run.step_us,
-        tokens_per_second_per_gpu=run.tokens_per_second_per_gpu,
-        mfu=run.mfu,
-        computing_us=sum(each.count * each.graph.compute_us for each in run.runs),
+        step_us=step.step_us,
+        tokens_per_second_per_gpu=step.tokens_per_second_per_gpu,
+        mfu=step.mfu,
+        computing_us=step.computing_us,
         exposed_us={purpose: us for purpose, us in exposed.items() if us > 0},
-        bubble=0.0,
-        optimizer_us=run.optimizer_us,
-        memory=run.memory_by_kind,
-        memory_over_step=memory_of_run(run),
-        timeline=timeline_of_run(run),
-        peak_bytes=run.peak_bytes,
-        capacity_bytes=run.graph.hardware.hbm_capacity_bytes,
-        moved=_moved(run.sensitivity),
-    )
-
-
-def outcome_of_pipeline(recipe: RunRecipe, run: SimulatedPipeline) -> RecipeOutcome:
-    """Return the outcome of a step in stages."""
-    fullest = max(run.memory, key=lambda each: each.peak_bytes)
-    exposed = {**run.exposed_us, "gathers and reductions": run.time.gathers}
-    exposed |= {"transfers": run.time.transfers, "tied weight": run.shared_us}
-    return RecipeOutcome(
-        recipe=recipe,
-        step_us=run.step_us,
-        tokens_per_second_per_gpu=run.tokens_per_second_per_gpu,
-        mfu=run.mfu,
-        computing_us=run.computing_us,
-        exposed_us={purpose: us for purpose, us in exposed.items() if us > 0},
-        bubble=run.bubble,
-        optimizer_us=run.optimizer_us,
-        memory={part: size for part, size in fullest.bytes_by_part.items() if size},
-        memory_over_step=memory_of_pipeline(run),
-        timeline=timeline_of_pipeline(run),
-        peak_bytes=run.peak_bytes,
-        capacity_bytes=run.hardware.hbm_capacity_bytes,
-        moved=_moved(run.sensitivity),
+        bubble=step.bubble,
+        optimizer_us=step.optimizer_us,
+        memory=dict(step.fullest.peak.bytes_by_part),
+        memory_over_step=memory_over_step(step),
+        timeline=step_timeline(step),
+        peak_bytes=step.peak_bytes,
+        capacity_bytes=step.hardware.hbm_capacity_bytes,
+        moved=_moved(step.sensitivity),
     )
 
 

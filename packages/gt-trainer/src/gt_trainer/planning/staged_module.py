@@ -16,7 +16,6 @@ from torch.fx import GraphModule
 
 from gt_config.graph_kinds import GraphKind
 from gt_passes import GraphPass, PassContext, PassManager
-from gt_passes.simulation import Hardware
 from gt_pipeline.graph import GraphPipelineStage, StageCapture
 from gt_pipeline.runner import ActivationSignature, MicrobatchInputs
 from gt_pipeline.schedules import schedule_of
@@ -29,8 +28,6 @@ from gt_pipeline.split import (
     pipeline_metadata,
     stage_modules,
 )
-from gt_trainer.dry_run.simulated_pipeline import SimulatedPipeline, simulate_pipeline
-from gt_trainer.dry_run.step_facts import StepFacts
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan
 from gt_trainer.planning.run_recipe import RunRecipe
 
@@ -124,19 +121,6 @@ class StagedModule:
             CaptureError: likewise.
         """
         return tuple(self._captured(passes_of))
-
-    def simulated(
-        self, stages: Sequence[GraphPipelineStage], facts: StepFacts, machine: Hardware
-    ) -> SimulatedPipeline:
-        """The step of the captured stages on a machine."""
-        return simulate_pipeline(
-            stages,
-            self.pipeline.schedule,
-            facts,
-            labels={},
-            hardware=machine,
-            shared_groups=self.stages.shared_groups,
-        )
 
     def _captured(self, passes_of: PassesOf) -> Iterator[GraphPipelineStage]:
         entering: tuple[ActivationSignature, ...] = ()

@@ -36,8 +36,6 @@ from gt_trainer.artifacts.alike_ranks import (
 from gt_trainer.artifacts.graph_folder import GraphFolder, OwnGraphs, at_places
 from gt_trainer.artifacts.run_artifacts import artifact_folder
 from gt_trainer.artifacts.run_identity import Machine, environment
-from gt_trainer.dry_run.fake_pipeline import place_fake_stages, planned_pipeline
-from gt_trainer.dry_run.fake_step import fake_ranks, fake_step, meta_model
 from gt_trainer.dry_run.simulated_balance import balance_before_training, with_stages
 from gt_trainer.launcher import run_in_child
 from gt_trainer.parallelism_options import balance_of
@@ -45,9 +43,8 @@ from gt_trainer.placement.kept_plan import PLAN_FILE, plan_file_of, with_plan_fi
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
 from gt_trainer.precompile.rank_capture import (
     RankCapture,
-    artifacts_of,
     capture_as_rank,
-    stored_stage,
+    parts_to_capture,
 )
 from gt_trainer.quantization.quantized_model import with_quantized_model
 from gt_trainer.trainer import GraphTrainer
@@ -260,55 +257,35 @@ def alike_parts(config: GraphTrainer.Config, world_size: int) -> tuple[AlikePart
         config: a finished configuration that ``preflight`` accepts.
         world_size: number of ranks, none of which is started.
     """
-    if config.parallelism.pipeline_parallel_degree > 1:
-        return _alike_stages(config, world_size)
-    with fake_step(config, world_size) as step:
-        axes = artifacts_of(config, step.parallel_dims, [step.model]).axes(step.model)
-        places = _places(axes, world_size)
-        by_shapes: dict[object, dict[int, Coordinates]] = {}
-        for rank, shapes in _shapes(step.model, axes, places).items():
-            by_shapes.setdefault(shapes, {})[rank] = places[rank]
-        return tuple(
-            AlikeParts(
-                alike=AlikeRanks(coordinates=ranks, is_placed=config.compile.autoparallel),
-                stages={},
-                reason="their tensors have other shapes" if number else "",
-            )
-            for number, ranks in enumerate(by_shapes.values())
-        )
-
-
-def _alike_stages(config: GraphTrainer.Config, world_size: int) -> tuple[AlikeParts, ...]:
-    with fake_ranks(world_size):
-        built = meta_model(config, world_size)
-        plan = planned_pipeline(config)
-        placed = place_fake_stages(config, built, plan, range(plan.schedule.num_stages))
+    with parts_to_capture(config, world_size) as to_capture:
+        artifacts, schedule = to_capture.artifacts, to_capture.schedule
         found: dict[tuple[str, object], dict[int, Coordinates]] = {}
         stages: dict[tuple[str, object], dict[int, int]] = {}
-        artifacts = artifacts_of(config, built.parallel_dims, list(placed.parts.values()))
-        for index, part in placed.parts.items():
-            graph = stored_stage(placed, index, artifacts)
-            axes, identity = graph.axes, artifacts.identity(graph).digest
-            places = _places(axes, world_size)
-            for rank, shapes in _shapes(part, axes, places).items():
-                if index in plan.schedule.stages_of_rank(places[rank][PIPELINE_AXIS]):
-                    found.setdefault((identity, shapes), {})[rank] = places[rank]
-                    stages.setdefault((identity, shapes), {}).setdefault(rank, index)
-        parts: list[AlikeParts] = []
-        known: set[str] = set()
-        for (identity, shapes), ranks in found.items():
-            reason = "their tensors have other shapes" if identity in known else ""
-            if known and not reason:
-                reason = "they hold another stage"
-            known.add(identity)
-            parts.append(
-                AlikeParts(
-                    alike=AlikeRanks(coordinates=ranks, is_placed=config.compile.autoparallel),
-                    stages=stages[identity, shapes],
-                    reason=reason,
-                )
+        for index, program in to_capture.programs.items():
+            identity = "" if index is None else artifacts.identity(program).digest
+            places = _places(program.axes, world_size)
+            for rank, shapes in _shapes(program.asked.model, program.axes, places).items():
+                key, at = (identity, shapes), places[rank]
+                if index is None or schedule is None:
+                    found.setdefault(key, {})[rank] = at
+                elif index in schedule.stages_of_rank(at[PIPELINE_AXIS]):
+                    found.setdefault(key, {})[rank] = at
+                    stages.setdefault(key, {}).setdefault(rank, index)
+    parts: list[AlikeParts] = []
+    known: set[str] = set()
+    for (identity, shapes), ranks in found.items():
+        reason = "their tensors have other shapes" if identity in known else ""
+        if known and not reason:
+            reason = "they hold another stage"
+        known.add(identity)
+        parts.append(
+            AlikeParts(
+                alike=AlikeRanks(coordinates=ranks, is_placed=config.compile.autoparallel),
+                stages=stages.get((identity, shapes), {}),
+                reason=reason,
             )
-        return tuple(parts)
+        )
+    return tuple(parts)
 
 
 def _places(axes: MeshAxes, world_size: int) -> dict[int, dict[str, int]]:

@@ -1,9 +1,10 @@
-"""What one rank of a run captures, as data: in a process that is that rank of a fake group."""
+"""Captures as one rank of a run, in a process that is that rank of a fake group."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +14,12 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils as titan_utils
 
 from gt_config import Fingerprint
+from gt_pipeline.schedules import Schedule
 from gt_trainer.artifacts.run_artifacts import RunArtifacts, artifact_folder
 from gt_trainer.artifacts.run_identity import Machine, RunSettings, topology_of_run
 from gt_trainer.artifacts.storable_graph import StoredGraph
 from gt_trainer.dry_run.captured_dry_step import step_program
-from gt_trainer.dry_run.fake_pipeline import (
-    PlacedStages,
-    place_fake_stages,
-    planned_pipeline,
-)
+from gt_trainer.dry_run.fake_pipeline import place_fake_stages, planned_pipeline
 from gt_trainer.dry_run.fake_step import FakeStep, fake_ranks, fake_step, meta_model
 from gt_trainer.placement.planned_loss import loss_of
 from gt_trainer.startup import StartupClock
@@ -34,7 +32,7 @@ from gt_trainer.trainer import GraphTrainer, input_preparers_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCapture:
-    """What one rank captured, as data that a child can hand over."""
+    """The capture of one rank, as data that a child process can return."""
 
     identity: Fingerprint
     kind: str
@@ -45,7 +43,7 @@ class RankCapture:
 def capture_as_rank(
     config: GraphTrainer.Config, world_size: int, rank: int, stage: int | None
 ) -> RankCapture:
-    """In a process without a group: capture as ``rank``.
+    """Capture as ``rank``, in a process without a group.
 
     Args:
         config: a finished configuration that ``preflight`` accepts.
@@ -57,34 +55,68 @@ def capture_as_rank(
         ArtifactError: what was captured holds something that cannot be stored.
         Exception: whatever placing or capturing raises, as in a real run.
     """
-    if stage is None:
+    with parts_to_capture(config, world_size, rank=rank, stage=stage) as parts:
+        return _captured(parts.artifacts, parts.programs[stage])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsToCapture:
+    """The placed parts of a model, as programs to capture, and the store of their graphs."""
+
+    artifacts: RunArtifacts
+    programs: Mapping[int | None, StoredProgram[Any]]
+    """Program of each stage of a pipeline; of the whole model, under None, without one."""
+
+    schedule: Schedule | None
+    """The schedule of the pipeline."""
+
+
+@contextmanager
+def parts_to_capture(
+    config: GraphTrainer.Config, world_size: int, *, rank: int = 0, stage: int | None = None
+) -> Iterator[PartsToCapture]:
+    """Place the parts that ``rank`` captures, in a process without a group.
+
+    The fake ranks exist while the context lasts.
+
+    Args:
+        config: as for ``capture_as_rank``.
+        world_size: as for ``capture_as_rank``.
+        rank: as for ``capture_as_rank``.
+        stage: of a pipeline; None for all of them, whose plans are published then.
+    """
+    if config.parallelism.pipeline_parallel_degree == 1:
         with fake_step(config, world_size, rank=rank) as step:
             artifacts = artifacts_of(config, step.parallel_dims, [step.model])
-            return _captured(artifacts, _whole_program(config, step, artifacts))
+            whole = _whole_program(config, step, artifacts)
+            yield PartsToCapture(artifacts=artifacts, programs={None: whole}, schedule=None)
+        return
     with fake_ranks(world_size, rank=rank):
         built = meta_model(config, world_size)
         plan = planned_pipeline(config)
-        # Plans are those of a file by now, and of this stage alone.
-        placed = place_fake_stages(config, built, plan, [stage], publishes_plans=False)
+        indices = range(plan.schedule.num_stages) if stage is None else [stage]
+        # Plans are those of a file where one stage is captured.
+        placed = place_fake_stages(config, built, plan, indices, publishes_plans=stage is None)
         artifacts = artifacts_of(config, built.parallel_dims, list(placed.parts.values()))
-        return _captured(artifacts, stored_stage(placed, stage, artifacts))
-
-
-def stored_stage(placed: PlacedStages, index: int, artifacts: RunArtifacts) -> StoredProgram[Any]:
-    """Return a placed stage as a run would store it."""
-    part = placed.parts[index]
-    return StoredProgram(
-        asked=placed.step.program(index, part, placed.microbatch),
-        recipe=placed.step.recipe_of(index),
-        axes=artifacts.axes(part),
-        clock=StartupClock(),
-    )
+        yield PartsToCapture(
+            artifacts=artifacts,
+            programs={
+                index: StoredProgram(
+                    asked=placed.step.program(index, part, placed.microbatch),
+                    recipe=placed.step.recipe_of(index),
+                    axes=artifacts.axes(part),
+                    clock=StartupClock(),
+                )
+                for index, part in placed.parts.items()
+            },
+            schedule=plan.schedule,
+        )
 
 
 def artifacts_of(
     config: GraphTrainer.Config, parallel_dims: ParallelDims, parts: Sequence[nn.Module]
 ) -> RunArtifacts:
-    """What a run's steps would ask for their graphs.
+    """Return the store from which a run's steps would load their graphs.
 
     Args:
         config: of the run, with a folder for artifacts.

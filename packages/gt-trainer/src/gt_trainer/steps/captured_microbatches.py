@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from gt_config.graph_kinds import GraphKind
-from gt_passes import PassContext, estimate_memory, residency_table
+from gt_passes import PassContext
 from gt_pipeline.graph import (
     MICROBATCHES_FORM,
     AccumulationGraphs,
@@ -53,6 +53,9 @@ class MicrobatchProgram(Program[AccumulationGraphs]):
                 context=PassContext(
                     fake_mode=fake_mode, static_input_names=each.static_input_names
                 ),
+                released_inputs=each.released_inputs,
+                input_kinds=each.input_kinds,
+                is_repeated=each.role == "further",
             )
             for each in self.captured.graphs
         )
@@ -72,18 +75,6 @@ class MicrobatchProgram(Program[AccumulationGraphs]):
             f"the microbatches of a training step, {num_microbatches} of them; operators "
             f"after {num_passes} passes: {counts}"
         )
-
-    def memory_text(self) -> str:
-        """See ``Program``; the last microbatch has most."""
-        last = self.captured.last
-        memory = estimate_memory(
-            last.graph_module,
-            num_static_inputs=self.captured.traced.num_static_inputs,
-            released_inputs=last.released_inputs,
-            input_kinds=last.input_kinds,
-        )
-        table = residency_table(last.graph_module)
-        return f"Kept for the backward:\n{table}\nEstimated memory:\n{memory}"
 
     def check_fits(self, model: nn.Module) -> None:
         """See ``Program``."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gt_config.graph_kinds import GraphKind
-from gt_passes import PassContext, estimate_memory, residency_table
+from gt_passes import PassContext
 from gt_passes.ep_overlap import settle_chunk_annotations
 from gt_trace import TracedStep, phase
 from gt_trace.artifacts.encoded_document import DocumentForm
@@ -56,14 +56,6 @@ class WholeStepProgram(Program[TracedStep]):
         """See ``Program``."""
         num_nodes, num_passes = self.num_nodes_captured, len(report.passes[0].records)
         return f"the training step: {num_nodes:,} operators after {num_passes} passes"
-
-    def memory_text(self) -> str:
-        """See ``Program``."""
-        graph_module = self.captured.graph_module
-        memory = estimate_memory(graph_module, num_static_inputs=self.captured.num_static_inputs)
-        return (
-            f"Kept for the backward:\n{residency_table(graph_module)}\nEstimated memory:\n{memory}"
-        )
 
     def check_fits(self, model: nn.Module) -> None:
         """See ``Program``."""

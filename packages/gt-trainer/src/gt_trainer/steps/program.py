@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from gt_config import CaptureLayers, CompileConfig, EpOverlapConfig, JointPartitioner
 from gt_config.graph_kinds import GraphKind
@@ -24,9 +24,12 @@ from gt_passes import (
     PassContext,
     PassManager,
     PassManagerReport,
+    estimate_memory,
     pass_report_as_data,
     pass_report_from_data,
+    residency_table,
 )
+from gt_passes.analysis.liveness import MemoryKind
 from gt_trace import InputPreparer
 from gt_trace.artifacts.container import Container
 from gt_trace.artifacts.encoded_document import DocumentForm
@@ -49,6 +52,14 @@ class ProgramGraph:
     graph_module: GraphModule
     kind: GraphKind
     context: PassContext
+    released_inputs: Sequence[Node] = ()
+    """Placeholders that only the graph holds, as for ``estimate_memory``."""
+
+    input_kinds: Mapping[Node, MemoryKind] = field(default_factory=dict)
+    """Why placeholders are held that are neither state nor arguments."""
+
+    is_repeated: bool = True
+    """Whether it runs for every microbatch that no other graph is for."""
 
 
 CapturedT = TypeVar("CapturedT")
@@ -88,8 +99,21 @@ class Program(ABC, Generic[CapturedT]):
         """Describe the program in a line of the log, after "Captured "."""
 
     def memory_text(self) -> str | None:
-        """Tables of values kept for the backward and of memory; None where no graph has both."""
-        return None
+        """Tables of values kept for the backward and of memory; None where no graph has both.
+
+        They are those of the last graph, which needs the most memory.
+        """
+        last = self.graphs[-1]
+        if last.kind not in ("STEP", "MICROBATCH"):
+            return None
+        memory = estimate_memory(
+            last.graph_module,
+            num_static_inputs=last.context.num_static_inputs,
+            released_inputs=last.released_inputs,
+            input_kinds=last.input_kinds,
+        )
+        table = residency_table(last.graph_module)
+        return f"Kept for the backward:\n{table}\nEstimated memory:\n{memory}"
 
     @abstractmethod
     def check_fits(self, model: nn.Module) -> None:

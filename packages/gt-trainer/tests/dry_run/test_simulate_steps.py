@@ -16,9 +16,11 @@ from torchtitan.distributed import utils as dist_utils
 from gt_passes.simulation import h100_sxm, optimizer_step_us
 from gt_trace import trace_step
 from gt_trace.fsdp import shard
-from gt_trainer.dry_run.simulated_run import SimulatedRun, group_labels, simulate_run
+from gt_trainer.dry_run.simulate_steps import group_labels, simulate_graphs
+from gt_trainer.dry_run.simulated_step import SimulatedStep
 from gt_trainer.dry_run.step_facts import StepFacts
-from gt_trainer.dry_run.step_timeline import timeline_of_run
+from gt_trainer.dry_run.step_over_time import memory_over_step, step_timeline
+from gt_trainer.steps.captured_step import WholeStepProgram
 
 WORLD_SIZE = 8
 FACTS = StepFacts(
@@ -61,9 +63,11 @@ def traced():
         dist.destroy_process_group()
 
 
-def run(traced, facts: StepFacts = FACTS, **options: object) -> SimulatedRun:
+def run(traced, facts: StepFacts = FACTS, **options: object) -> SimulatedStep:
     step, dims = traced
-    return simulate_run(step, facts, labels=group_labels(dims), **options)
+    return simulate_graphs(
+        WholeStepProgram(step).graphs, facts, labels=group_labels(dims), **options
+    )
 
 
 def test_a_step_is_its_graph_and_its_optimizer(traced):
@@ -77,7 +81,7 @@ def test_a_step_is_its_graph_and_its_optimizer(traced):
 
 def test_its_timeline_has_a_row_for_computation_and_each_kind_of_communication(traced):
     found = run(traced)
-    timeline = timeline_of_run(found)
+    timeline = step_timeline(found)
     computation, *others = timeline.rows
     assert computation.name == "computation"
     assert {each.kind for each in computation.bars} == {"forward", "backward", "optimizer"}
@@ -92,8 +96,9 @@ def test_microbatches_run_the_graph_again_and_keep_gradients(traced):
     twice = run(traced, replace(FACTS, num_microbatches=2, tokens=2 * FACTS.tokens))
     assert twice.step_us == pytest.approx(2 * once.step_us - once.optimizer_us)
     assert twice.peak_bytes == once.peak_bytes + FACTS.parameter_bytes_per_rank
-    assert twice.memory_by_kind["accumulated gradients"] == FACTS.parameter_bytes_per_rank
-    assert sum(twice.memory_by_kind.values()) == twice.peak_bytes
+    held = twice.fullest.peak.bytes_by_part
+    assert held["accumulated gradients"] == FACTS.parameter_bytes_per_rank
+    assert sum(held.values()) == twice.peak_bytes
     assert "2 microbatches, " in str(twice)
     counts = {total.purpose: total.count for total in once.by_purpose}
     assert {total.purpose: total.count for total in twice.by_purpose} == {
@@ -103,8 +108,10 @@ def test_microbatches_run_the_graph_again_and_keep_gradients(traced):
 
 def test_memory_includes_the_state_of_the_optimizer(traced):
     found = run(traced)
-    assert found.optimizer_state_bytes == 2 * FACTS.parameter_bytes_per_rank
-    assert found.peak_bytes == found.graph.memory.peak_bytes + found.optimizer_state_bytes
+    state_bytes = found.fullest.peak.bytes_by_part["optimizer state"]
+    assert state_bytes == 2 * FACTS.parameter_bytes_per_rank
+    assert found.peak_bytes == found.graph.memory.peak_bytes + state_bytes
+    assert max(each.num_bytes for each in memory_over_step(found).moments) == found.peak_bytes
     (line,) = [line for line in str(found).splitlines() if "peak memory" in line]
     assert "parameters and buffers" in line
     assert "optimizer state" in line

@@ -5,14 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from gt_trainer.dry_run.beside_by_hand import PlacedByHand
-from gt_trainer.dry_run.simulated_pipeline import SimulatedPipeline
+from gt_trainer.dry_run.dry_run_report import PlacedByHand
+from gt_trainer.dry_run.simulated_step import SimulatedStep
 
 
 def run(step_us: float, exposed_us: float, peak_gib: float, *, fits: bool = True) -> Any:
     """As much of a simulated run as is asked for."""
     return SimpleNamespace(
-        step_us=step_us, exposed_us=exposed_us, peak_bytes=int(peak_gib * 2**30), fits=fits
+        step_us=step_us, all_exposed_us=exposed_us, peak_bytes=int(peak_gib * 2**30), fits=fits
     )
 
 
@@ -27,11 +27,14 @@ def test_says_time_exposed_communication_and_memory_of_both() -> None:
 
 
 def test_of_pipelines_communication_between_actions_is_exposed_too() -> None:
-    pipeline = object.__new__(SimulatedPipeline)
+    pipeline = object.__new__(SimulatedStep)
     facts = {
-        "step_us": 90e3,
-        "exposed_us": {"tensor parallel": 1e3, "FSDP unshard": 2e3},
-        "time": SimpleNamespace(gathers=3e3, transfers=4e3),
+        "sensitivity": SimpleNamespace(time_us=90e3),
+        "runs": [
+            SimpleNamespace(count=1.5, graph=SimpleNamespace(exposed_us=1e3)),
+            SimpleNamespace(count=3, graph=SimpleNamespace(exposed_us=0.5e3)),
+        ],
+        "schedule": SimpleNamespace(time=SimpleNamespace(gathers=3e3, transfers=4e3)),
         "memory": [SimpleNamespace(peak_bytes=gib * 2**30) for gib in (50, 60)],
         "hardware": SimpleNamespace(hbm_capacity_bytes=80 * 2**30),
     }

@@ -14,9 +14,8 @@ from gt_config import AutoParallelConfig
 from gt_passes.errors import GraphChunkingError
 from gt_trainer.device import intended_for
 from gt_trainer.dry_run import dry_run as module
-from gt_trainer.dry_run import pipeline_judge
-from gt_trainer.dry_run.dry_run import dry_run
-from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport, pipeline_dry_run
+from gt_trainer.dry_run.dry_run import captured_report, dry_run, judge_before_training
+from gt_trainer.dry_run.dry_run_report import DryRunReport
 from gt_trainer.models import llama3
 from gt_trainer.placement.judged_run import judged_run, judgement_left
 from gt_trainer.placement.pipeline_judgement import (
@@ -55,17 +54,17 @@ def slower(seconds: float, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Makes steps that a solver placed take so much longer; says whether each was placed."""
     placed: list[bool] = []
 
-    def simulated(config: GraphTrainer.Config, *args: Any, **kwargs: Any) -> PipelineDryRunReport:
-        report = pipeline_dry_run(config, *args, **kwargs)
+    def simulated(config: GraphTrainer.Config, *args: Any, **kwargs: Any) -> DryRunReport:
+        report = captured_report(config, *args, **kwargs)
         placed.append(config.compile.autoparallel)
         if not placed[-1]:
             return report
-        step_us = report.simulated.step_us + seconds * 1e6
-        late = dataclasses.replace(report.simulated, step_us=step_us)
+        found = report.simulated.sensitivity
+        found = dataclasses.replace(found, time_us=found.time_us + seconds * 1e6)
+        late = dataclasses.replace(report.simulated, sensitivity=found)
         return dataclasses.replace(report, simulated=late)
 
-    for each in (module, pipeline_judge):
-        monkeypatch.setattr(each, "pipeline_dry_run", simulated)
+    monkeypatch.setattr(module, "captured_report", simulated)
     return placed
 
 
@@ -77,8 +76,7 @@ def test_the_step_by_hand_is_reported_where_it_wins(
     config, by_hand = pipeline(tmp_path)
     with intended_for("cuda"):
         report = dry_run(config, NUM_RANKS, by_hand=by_hand)
-        judged = pipeline_judge.judge_before_training(config, by_hand, NUM_RANKS)
-    assert isinstance(report, PipelineDryRunReport)
+        judged = judge_before_training(config, by_hand, NUM_RANKS)
     assert placed == [True, False] * 2
     beside = report.beside_by_hand
     assert beside is not None
@@ -102,7 +100,7 @@ def drawn(
     """Steps that nobody captures; says of each whether it was planned, and its trace."""
     asked: list[Any] = []
 
-    def simulated(config: GraphTrainer.Config, *_: Any, **options: Any) -> PipelineDryRunReport:
+    def simulated(config: GraphTrainer.Config, *_: Any, **options: Any) -> DryRunReport:
         is_placed = config.compile.autoparallel
         asked.append((is_placed, options.get("trace_path")))
         if is_placed:
@@ -111,24 +109,21 @@ def drawn(
         if isinstance(ms, GraphChunkingError):
             raise ms
         values: dict[str, Any] = dict.fromkeys(
-            each.name for each in dataclasses.fields(PipelineDryRunReport)
+            each.name for each in dataclasses.fields(DryRunReport)
         )
         step = SimpleNamespace(step_us=1e3 * ms, peak_bytes=1, fits=fits)
-        return PipelineDryRunReport(**{**values, "simulated": step})
+        return DryRunReport(**{**values, "simulated": step})
 
-    for each in (module, pipeline_judge):
-        monkeypatch.setattr(each, "pipeline_dry_run", simulated)
+    monkeypatch.setattr(module, "captured_report", simulated)
     return asked
 
 
-def reported(folder: Path, trace: Path | None = None, **solver: Any) -> PipelineDryRunReport:
+def reported(folder: Path, trace: Path | None = None, **solver: Any) -> DryRunReport:
     config, by_hand = pipeline(folder)
     options = dataclasses.replace(config.compile.autoparallel_solver, **solver)
     config.compile = dataclasses.replace(config.compile, autoparallel_solver=options)
     with intended_for("cuda"):
-        found = dry_run(config, NUM_RANKS, by_hand=by_hand, trace_path=trace)
-    assert isinstance(found, PipelineDryRunReport)
-    return found
+        return dry_run(config, NUM_RANKS, by_hand=by_hand, trace_path=trace)
 
 
 def test_what_is_drawn_is_the_step_that_is_taken(
@@ -156,7 +151,7 @@ def test_a_plan_whose_stages_cannot_run_in_chunks_is_not_taken(
     assert found.beside_by_hand is None
     assert asked == [(True, trace), (False, trace)]
     with intended_for("cuda"):
-        judged = pipeline_judge.judge_before_training(*pipeline(tmp_path), NUM_RANKS)
+        judged = judge_before_training(*pipeline(tmp_path), NUM_RANKS)
     for each in (left_in(tmp_path), judged):
         assert each.takes_by_hand
         assert str(each) == found.placement
