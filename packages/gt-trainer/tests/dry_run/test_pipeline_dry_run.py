@@ -154,6 +154,13 @@ def test_the_report_says_what_each_rank_holds(dense: DryRunReport) -> None:
     assert "  pipeline         1F1B, 2 ranks, 2 stages" in lines
     assert "  batch            4 microbatches of 1 x 256 tokens, 2,048 a step" in lines
     assert any(line.startswith("Simulated on 8 H100 SXM, by a model of") for line in lines)
+    assert any(re.fullmatch(r"  capture          .* s; 2 stages stand for all 2", e) for e in lines)
+    assert any(re.fullmatch(r"  passes           [\d.]+ s", line) for line in lines)
+    exposed = [line for line in lines if line.startswith("  exposed ")]
+    (total,) = dense.simulated.by_purpose
+    once = [record for each in dense.simulated.runs for record in each.graph.collectives]
+    assert total.count == len(once) * 4 / 2  # 4 microbatches; the mean over 2 ranks
+    assert re.fullmatch(rf".* ms of .* ms: {total.count:g} tensor parallel", exposed[0])
     ranks = [line for line in lines if line.startswith("    rank ")]
     assert len(ranks) == 2
     assert all("optimizer state" in line for line in ranks)

@@ -151,6 +151,12 @@ class SimulatedStep:
         return self.facts.num_microbatches * self.schedule.time.bubble / self.step_us
 
     @property
+    def assumed_symbols(self) -> tuple[str, ...]:
+        """Sizes that depend on data and count as 1."""
+        found = (symbol for each in self.runs for symbol in each.graph.assumed_symbols)
+        return tuple(dict.fromkeys(found))
+
+    @property
     def fullest(self) -> RankMemory:
         """The memory of the rank that needs the most."""
         return max(self.memory, key=lambda each: each.peak_bytes)
@@ -192,10 +198,12 @@ class SimulatedStep:
         return "\n".join([*lines, *self._remarks()])
 
     def _parts(self) -> str:
-        times, schedule = self.facts.num_microbatches, self.schedule
-        share = " that gather and reduce once" if len(self.runs) > 1 else ""
-        repeats = f"{times} microbatches{share}, " if schedule is None else ""
-        repeats = f"{times} runs of the schedule: " if schedule is not None else repeats
+        times, schedule, repeats = self.facts.num_microbatches, self.schedule, ""
+        if times > 1 and schedule is not None:
+            repeats = f"{times} runs of the schedule: "
+        elif times > 1:
+            share = " that gather and reduce once" if len(self.runs) > 1 else ""
+            repeats = f"{times} microbatches{share}, "
         slowed_us = self.total(lambda graph: graph.slowed_us)
         slowed = f" ({ms(slowed_us)} of it slowed by collectives)" if slowed_us else ""
         copies_us = self.total(lambda graph: graph.copies_exposed_us)
@@ -214,7 +222,7 @@ class SimulatedStep:
                 f"{ms(time.bubble)} bubble",
                 *([f"{ms(shared_us)} tied weight"] * (shared_us > 0)),
             ]
-        return repeats * (times > 1) + ", ".join(parts)
+        return repeats + ", ".join(parts)
 
     def _between(self) -> Mapping[str, float]:
         """Communication between actions for which computation waits."""
@@ -264,9 +272,3 @@ class SimulatedStep:
             yield f"  trace            {self.trace_path} ({which}open in ui.perfetto.dev)"
         if self.schedule is not None and self.schedule.page_path is not None:
             yield f"  timeline         {self.schedule.page_path}"
-
-    @property
-    def assumed_symbols(self) -> tuple[str, ...]:
-        """Sizes that depend on data and count as 1."""
-        found = (symbol for each in self.runs for symbol in each.graph.assumed_symbols)
-        return tuple(dict.fromkeys(found))
