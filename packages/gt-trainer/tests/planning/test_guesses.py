@@ -113,6 +113,16 @@ def test_attention_is_computed_again_at_the_rate_of_forwards():
     assert more == pytest.approx(1e6 * 2 * pairs * widths / rate)
 
 
+def test_collectives_take_multiprocessors_from_what_computes_beside_them():
+    recipe = RunRecipe(dp_shard=8, microbatch=1, global_batch=8, memory_policy="selective")
+    bound = step_bound(recipe, _MODEL, PipelineLayouts(_MODEL).of(recipe), _MACHINE)
+    more = _guess(recipe) - _guess(recipe, replace(_MACHINE, collective_sms=0))
+    carried_us = sum(bound.carried_us.values())
+    assert 0 < more <= 1.001 * carried_us * _MACHINE.collective_sms / _MACHINE.num_sms
+    alone = replace(recipe, dp_shard=1, global_batch=1)
+    assert _guess(alone) == _guess(alone, replace(_MACHINE, collective_sms=0))
+
+
 def test_a_policy_that_computes_half_of_the_products_again_takes_longer():
     recipe = RunRecipe(microbatch=1, global_batch=1, memory_policy="selective")
     assert _guess(recipe) < _guess(replace(recipe, memory_policy="selective_alternate"))

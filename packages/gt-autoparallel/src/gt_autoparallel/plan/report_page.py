@@ -295,11 +295,10 @@ td.shard { background: #3b7dd833 } td.partial { background: #e08a2b33 }
 
 # What a rank's memory holds while a step runs: for each layer forward and backward, by kind.
 #
-# As a plan counts it (``prices.memory``): what a layer saves is there from its forward to the
-# end of its backward, what it computes again and what is gathered ahead during its backward,
-# what the loss takes between the two, and everything else all the time; a layer's gradients from
-# its backward on, and those of microbatches before. What is in flight when they are reduced is
-# not drawn.
+# Bytes are those of ``prices.memory``. A layer's saved activations live from its forward to the
+# end of its backward. What it recomputes or gathers ahead lives during its backward. The loss is
+# between the two. A layer's gradients live from its backward on, those of earlier microbatches
+# all the time, like everything else. Gradients in flight to their reduction are not drawn.
 _FORWARD, _BACKWARD = " forward", " backward"
 
 

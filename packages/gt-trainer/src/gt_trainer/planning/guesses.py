@@ -56,13 +56,16 @@ def guessed_us(
     passes = 3 if repeats else 2
     times = ProductTimes(recipe, model, hardware)
     attention_us = recipe.num_microbatches * sum(map(times.attention_us, stages))
-    forward_us = recipe.num_microbatches * sum(map(times.forward_us, stages))
+    dense_us = recipe.num_microbatches * sum(map(times.dense_us, stages))
     computing = bound.compute_us + _weights_us(recipe, model, stages, hardware)
     computing += _experts_us(recipe, model, stages, hardware)
     if repeats:
         computing += attention_us
     if recipe.memory_policy == "selective_alternate":
-        computing += (forward_us - attention_us) / 2
+        computing += dense_us / 2
+    # Collectives take multiprocessors from the products beside them (decision 0075).
+    carried_us = min(computing, sum(bound.carried_us.values()))
+    computing += carried_us * hardware.collective_sms / hardware.num_sms
     # Inside layers: tensor parallelism gathers and scatters twice in a pass, context parallelism
     # gathers keys and values or scatters their gradients, and the host reads counts of tokens.
     tokens = recipe.sequences * model.seq_len / recipe.cp

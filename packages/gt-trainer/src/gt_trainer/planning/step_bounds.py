@@ -143,6 +143,10 @@ class ProductTimes:
         """Of a forward, its attention: scores, and their product with the values."""
         return (stage.layers.query_width + stage.layers.attention_width) * self._attention_us
 
+    def dense_us(self, stage: StageParts) -> float:
+        """Return the part of a forward in dense products of layers."""
+        return stage.layers.dense_products * self._dense_us
+
     def backward_us(self, stage: StageParts) -> float:
         """Gradients of inputs and weights, and what is computed again."""
         return self.inputs_us(stage) + self._products_us(stage)
