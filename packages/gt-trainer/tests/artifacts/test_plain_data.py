@@ -113,6 +113,8 @@ def test_names_of_layers_are_folded_and_nothing_is_lost():
     }
     swapped = {**named, "layers.1.w": "c", "layers.2.w": "b"}
     assert folded(swapped)["layers.*.w"] == "0, 2: b; 1: c"
+    of_experts = {f"layers.{n}.w": "b" for n in (0, 1, 2, 4, 6, 8)}
+    assert folded(of_experts)["layers.*.w"] == "0-2, 4-8 by 2: b"
 
 
 class Dispatcher:

@@ -29,6 +29,7 @@ from gt_config.errors import FingerprintTypeError
 from gt_trace.capture.code_digest import code_digest
 from gt_trace.capture.subclass_layout import flatten_tensor
 from gt_trainer._torch_internals import FakeTensor, OpOverload
+from gt_trainer.artifacts.alike_ranks import spans
 
 _SCALARS = (str, int, float, bool, type(None))
 _AS_TEXT = (torch.dtype, torch.layout, torch.memory_format, Placement, OpOverload)
@@ -264,12 +265,9 @@ def folded(named: Mapping[str, str]) -> dict[str, str]:
 
 
 def _spans(numbers: Sequence[str]) -> str:
-    """Numbers in a row as "0-5"; whatever else one by one."""
-    if len(numbers) > 1 and all(each.isdigit() for each in numbers):
-        first, last = int(numbers[0]), int(numbers[-1])
-        if [*map(int, numbers)] == [*range(first, last + 1)]:
-            return f"{first}-{last}"
-    return ", ".join(numbers)
+    """Return numbers as "0-5", or as "0-6 by 2"; numbers with dots in them one by one."""
+    are_plain = all(each.isdecimal() for each in numbers)
+    return ", ".join(spans(sorted(map(int, numbers))) if are_plain else numbers)
 
 
 def _runs(items: list[Any]) -> list[Any]:

@@ -234,34 +234,26 @@ def _gathers_again(config: GraphTrainer.Config) -> bool:
 
 
 def _contradictions(config: GraphTrainer.Config) -> Iterator[Violation]:
-    options = config.quantization
-    for kind, value in _precisions(options):
-        flag = _FLAGS[kind]
-        if value == "none":
-            continue
-        if config.compile.bitwise:
-            yield Violation(
-                flag=flag,
-                value=value,
-                allowed="'none' with --compile.bitwise: products in 8 bits are approximate",
-                fix=_DROP,
-            )
-        if config.compile.ep_overlap.enabled:
-            yield Violation(
-                flag=flag,
-                value=value,
-                allowed="'none' with --compile.ep_overlap.enabled: a scale is a maximum over "
-                "tokens, and a chunk of them has another",
-                fix=_DROP,
-            )
-        if config.compile.autoparallel:
-            yield Violation(
-                flag=flag,
-                value=value,
-                allowed="'none' with --compile.autoparallel: a scale is a maximum over a tensor, "
-                "and no rule says what that costs of one that is sharded",
-                fix=_DROP,
-            )
+    options = config.compile
+    reasons = (
+        (options.bitwise, "bitwise: products in 8 bits are approximate"),
+        (
+            options.ep_overlap.enabled,
+            "ep_overlap.enabled: a scale is a maximum over tokens, and a chunk of them has another",
+        ),
+        (
+            options.autoparallel,
+            (
+                "autoparallel: a scale is a maximum over a tensor, and no rule says what that "
+                "costs of one that is sharded"
+            ),
+        ),
+    )
+    for kind, value in _precisions(config.quantization):
+        for is_set, reason in reasons:
+            if is_set and value != "none":
+                allowed = f"'none' with --compile.{reason}"
+                yield Violation(flag=_FLAGS[kind], value=value, allowed=allowed, fix=_DROP)
 
 
 def _odd_tokens(config: GraphTrainer.Config, products: list[MatrixProduct]) -> Iterator[Violation]:
