@@ -121,11 +121,20 @@ _KNOWN = (
         "the step reads a sparse tensor from outside in a layout that no graph has",
         "Pass its dense parts as arguments, and put them together inside the step",
     ),
+    *(
+        (
+            part,
+            "/torch/autograd/functional.py",
+            "a Jacobian by forward mode mixes tensors of the capture with tensors without data",
+            "Use torch.func.jacfwd",
+        )
+        for part in ("devices, meta and cpu", "devices meta, cpu")  # by version
+    ),
     (
-        "devices, meta and cpu",
-        "/torch/autograd/functional.py",
-        "a Jacobian by forward mode mixes tensors of the capture with tensors without data",
-        "Use torch.func.jacfwd",
+        "argument of type: <class 'torch._C.Generator'>",
+        "",
+        "an operator draws from a torch.Generator, which no graph of this version of PyTorch holds",
+        "Let it draw from the default generator, or use a newer PyTorch",
     ),
 )
 """What raised an error of PyTorch in a trace: a part of its text, the end of the name of a file in
