@@ -59,3 +59,9 @@ def test_numbers_and_symbols_differ():
 def test_structures_of_other_sizes_differ():
     a = size()
     assert not equal_up_to_fresh_symbols((a,), (size(), size()))
+
+
+def test_a_size_is_no_comparison_of_sizes():
+    a, b = size(), size()
+    assert not equal_up_to_fresh_symbols(a, torch.sym_max(a, b) == b)
+    assert not equal_up_to_fresh_symbols(a < b, a)

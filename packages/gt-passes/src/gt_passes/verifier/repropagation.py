@@ -340,7 +340,7 @@ def _equal(first: Any, second: Any) -> bool:
     # Expressions that multiply out to the same: 2*(s0 + 1) and 2*s0 + 2.
     if not (getattr(first, "free_symbols", None) and getattr(second, "free_symbols", None)):
         return False
-    if getattr(first, "is_Boolean", False) or getattr(second, "is_Boolean", False):
+    if any(each.is_Boolean or each.is_Relational for each in (first, second)):
         return False
     return bool((first - second).expand() == 0)
 
