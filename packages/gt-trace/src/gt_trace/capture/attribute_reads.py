@@ -1,8 +1,8 @@
 """Attributes that a step reads while it runs for its capture, recorded object by object.
 
-Inside of ``AttributeReads`` the classes of the objects have a ``__getattribute__`` that notes each
-name. So it is known what was read, and of which object: by ``self.scale``, by ``getattr`` with a
-name that is computed, by ``vars`` and ``dataclasses.asdict``, and by methods of libraries.
+Inside of ``AttributeReads.noted`` the classes of the objects have a ``__getattribute__`` that notes
+each name. So it is known what was read, and of which object: by ``self.scale``, by ``getattr`` with
+a name that is computed, by ``vars`` and ``dataclasses.asdict``, and by methods of libraries.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 import threading
 import types
 from collections import defaultdict
-from collections.abc import Iterable
-from types import TracebackType
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -81,10 +81,10 @@ _LOCK = threading.RLock()
 
 
 class AttributeReads:
-    """Inside, reads of attributes are noted.
+    """Records reads of attributes inside of ``noted``.
 
-    Not while Dynamo compiles, which reads the code of FlexAttention's functions instead of running
-    it, and would read that of ``__getattribute__`` too.
+    Nothing is recorded while Dynamo compiles, which reads the code of FlexAttention's functions
+    instead of running it, and would read that of ``__getattribute__`` too.
 
     Args:
         objects: whose reads are noted, as far as their classes can be changed.
@@ -99,7 +99,6 @@ class AttributeReads:
             if _can_change(kind):
                 self._given.setdefault(id(kind), kind)
         self._classes: dict[int, _NotedClass] = {}
-        self._compilations = around_compilations(self._put_back, self._change)
 
     def note(self, kind: Any, instance: Any, name: str) -> None:
         """Note a read of an attribute of an instance of ``kind``."""
@@ -128,7 +127,9 @@ class AttributeReads:
             )
         )
 
-    def __enter__(self) -> AttributeReads:
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note what is read inside."""
         with _LOCK:
             for key, kind in self._given.items():
                 noted_class = _NOTED.get(key) or _NotedClass(kind)
@@ -138,22 +139,16 @@ class AttributeReads:
                     continue
                 _NOTED[key] = self._classes[key] = noted_class
                 noted_class.recorders.append(self)
-        self._compilations.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._compilations.__exit__(kind, value, trace)
-        with _LOCK:
-            for key, noted_class in self._classes.items():
-                noted_class.recorders.remove(self)
-                if not noted_class.recorders:
-                    noted_class.put_back()
-                    del _NOTED[key]
+        try:
+            with around_compilations(self._put_back, self._change):
+                yield
+        finally:
+            with _LOCK:
+                for key, noted_class in self._classes.items():
+                    noted_class.recorders.remove(self)
+                    if not noted_class.recorders:
+                        noted_class.put_back()
+                        del _NOTED[key]
 
     def _change(self) -> None:
         with _LOCK:

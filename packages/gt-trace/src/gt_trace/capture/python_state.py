@@ -206,7 +206,7 @@ class PythonState:
             for holder in self._holders
             if holder.kind is OBJECT and not isinstance(holder.target, no_reads)
         )
-        with reads:
+        with reads.noted():
             yield
         self.reads = reads
 
