@@ -76,10 +76,11 @@ _HEAD = """\
 
 Written by `tools/what_works.py` from the rules that refuse a run before it starts; edit those.
 **yes**: no rule refuses both together, of a small Llama 3, or with experts DeepSeek-V3. What only
-GPUs can run ran on one, in parts. A number is the first reason why not, below; **–**: two values
-of one option. Where a feature meets itself, it is alone. EP, EP overlap, the second reduction
-group, reduce once and autoparallel are asked with FSDP over two ranks, async TP with TP; other
-models, and options that are not here, may have refusals of their own.
+GPUs can run ran on one, in parts. A number is the first reason why not, below, with all settings
+that it refuses; **–**: two values of one option. Where a feature meets itself, it is alone. EP,
+EP overlap, the second reduction group, reduce once and autoparallel are asked with FSDP over two
+ranks, async TP with TP. Other models, and options that are not here, may have refusals of their
+own.
 """
 
 
@@ -115,9 +116,21 @@ def contradict(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
     return any(one[path] != other[path] for path in one.keys() & other.keys())
 
 
+def _reason(allowed: str) -> str:
+    """Return what is allowed, in words that are the same for all options that one rule refuses."""
+    for between in (", since ", " only with "):
+        value, found, reason = allowed.partition(between)
+        if found:
+            kind = "the default" if value.startswith("its default") else "this"
+            return f"{kind}{found}{reason}"
+    return allowed
+
+
 def page() -> str:
     """The whole of docs/what-works-with-what.md."""
-    reasons: dict[str, int] = {}
+    numbers: dict[str, int] = {}
+    asked: dict[str, list[str]] = {}
+    """The settings that each reason refuses."""
 
     def cell(one: Mapping[str, object], other: Mapping[str, object]) -> str:
         if contradict(one, other):
@@ -125,15 +138,21 @@ def page() -> str:
         found = next(configuration_violations(*configuration_of({**one, **other})), None)
         if found is None:
             return "yes"
-        text = f"`{found.flag} {found.value}`; allowed: {found.allowed}"
-        return str(reasons.setdefault(text, len(reasons) + 1))
+        reason = _reason(found.allowed)
+        setting = f"`{found.flag} {found.value}`"
+        asked.setdefault(reason, [])
+        if setting not in asked[reason]:
+            asked[reason].append(setting)
+        return str(numbers.setdefault(reason, len(numbers) + 1))
 
     rows = []
     for row, (name, one) in enumerate(FEATURES.items()):
         cells = [cell(one, other) for other in [*FEATURES.values()][: row + 1]]
         rows.append(f"| {' | '.join([f'**{name}**', *cells, *[''] * (len(FEATURES) - row - 1)])} |")
     table = [f"| | {' | '.join(FEATURES)} |", "|---" * (len(FEATURES) + 1) + "|", *rows]
-    listed = [f"{number}. {text}" for text, number in reasons.items()]
+    listed = [
+        f"{n}. {', '.join(asked[reason])}; allowed: {reason}" for reason, n in numbers.items()
+    ]
     return "\n".join([_HEAD, *table, "", *listed, ""])
 
 

@@ -291,7 +291,8 @@ the configuration has 4 problems:
      allowed: the registered passes: canonicalize-views, one-all-gather-chain, remove-dead-code
      fix: drop it
   4. --graph-inductor-compilation is 'autoparallel_backend'
-     allowed: 'autoparallel_backend' only with --graph-mode aot_fx_trace, not none
+     allowed: 'autoparallel_backend' only with --graph-mode aot_fx_trace: it orders one graph of forward \
+and backward, and --graph-mode none has none
      fix: use --graph-mode aot_fx_trace, or choose another --graph-inductor-compilation"""
     )
 

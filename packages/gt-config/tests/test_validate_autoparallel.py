@@ -23,7 +23,8 @@ def test_autoparallel_backend_needs_a_trace():
     assert only(config) == Violation(
         flag="--compile.inductor_compilation",
         value="autoparallel_backend",
-        allowed="'autoparallel_backend' only with --compile.mode aot_fx_trace, not aot_joint",
+        allowed="'autoparallel_backend' only with --compile.mode aot_fx_trace: it orders one graph "
+        "of forward and backward, and --compile.mode aot_joint has none",
         fix="use --compile.mode aot_fx_trace, or choose another --compile.inductor_compilation",
     )
 

@@ -37,7 +37,8 @@ def test_ep_overlap_needs_a_trace(mode):
     assert only(config, EP_TOPOLOGY) == Violation(
         flag="--compile.ep_overlap.enabled",
         value=True,
-        allowed=f"True only with --compile.mode aot_fx_trace, not {mode}",
+        allowed="True only with --compile.mode aot_fx_trace: it orders one graph of forward and "
+        f"backward, and --compile.mode {mode} has none",
         fix="use --compile.mode aot_fx_trace, or turn EP overlap off",
     )
 

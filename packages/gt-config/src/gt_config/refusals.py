@@ -115,7 +115,8 @@ TABLE: tuple[RefusalRow, ...] = (
     RefusalRow(
         "config.inductor_compilation",
         lambda c, t: _is_backend(c) and c.mode != "aot_fx_trace",
-        "'autoparallel_backend' only with --compile.mode aot_fx_trace, not {c.mode}",
+        "'autoparallel_backend' only with --compile.mode aot_fx_trace: it orders one graph of "
+        "forward and backward, and --compile.mode {c.mode} has none",
         "use --compile.mode aot_fx_trace, or choose another --compile.inductor_compilation",
     ),
     RefusalRow(
@@ -297,7 +298,8 @@ TABLE: tuple[RefusalRow, ...] = (
     RefusalRow(
         "config.ep_overlap.enabled",
         lambda c, t: _overlaps(c) and c.mode != "aot_fx_trace",
-        "True only with --compile.mode aot_fx_trace, not {c.mode}",
+        "True only with --compile.mode aot_fx_trace: it orders one graph of forward and "
+        "backward, and --compile.mode {c.mode} has none",
         "use --compile.mode aot_fx_trace, or turn EP overlap off",
     ),
     RefusalRow(

@@ -372,7 +372,8 @@ def test_modules_that_cannot_run_in_chunks_are_refused_with_all_else_that_is_wro
         "     allowed: 'layers.*' or 'layers.*.moe'\n"
         f"     fix: {fix}\n"
         "  2. --compile.ep_overlap.enabled is True\n"
-        "     allowed: True only with --compile.mode aot_fx_trace, not none\n"
+        "     allowed: True only with --compile.mode aot_fx_trace: it orders one graph of "
+        "forward and backward, and --compile.mode none has none\n"
         "     fix: use --compile.mode aot_fx_trace, or turn EP overlap off"
     )
 
