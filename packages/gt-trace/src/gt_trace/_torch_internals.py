@@ -71,7 +71,12 @@ from torch.fx._lazy_graph_module import (
 # leads to the graph that is being made.
 # ``track_tensor`` tells the tracer which node has computed a tensor.
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor
+from torch.fx.experimental.proxy_tensor import (
+    get_proxy_mode,
+    make_fx,
+    proxy_call,
+    track_tensor,
+)
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,

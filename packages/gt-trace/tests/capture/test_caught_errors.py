@@ -121,6 +121,17 @@ def test_checks_without_a_result_stay_in_the_graph_if_another_error_is_caught() 
         run(torch.tensor([1, 4]))
 
 
+def test_caught_errors_of_operators_that_write_lists_are_refused() -> None:
+    def step(x: Tensor) -> Tensor:
+        sums = [torch.zeros(3), torch.zeros(2)]
+        with contextlib.suppress(RuntimeError):  # the first sum is written by then
+            torch._foreach_add_(sums, [x, x])
+        return sums[0] + x
+
+    with pytest.raises(CaptureError, match=r"catches an error of aten\._foreach_add_.*written"):
+        trace_step(step)(torch.ones(3))
+
+
 @pytest.mark.parametrize("kind", [dict, set, frozenset])
 def test_tensors_of_the_module_are_no_keys_from_outside(kind: Callable[..., Any]) -> None:
     model = nn.Linear(4, 4)

@@ -248,6 +248,58 @@ def test_change_from_outside_is_refused_with_both_values(
     assert expected in str(error.value)
 
 
+def renamed(scaling: Scaling) -> str:
+    return "scaling"
+
+
+def start(scaling: Scaling) -> None:
+    """As trackers replace ``__init__``."""
+
+
+UNREAD: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "text": lambda p: p.setattr(Scaling, "__repr__", renamed),
+    "__init__": lambda p: p.setattr(Scaling, "__init__", start),
+    "equal property": lambda p: p.setattr(Scaling, "slope", property(vars(Scaling)["slope"].fget)),
+    "equal method": lambda p: p.setattr(Scaling, "shifted", staticmethod(Scaling.shifted)),
+    "equal code": lambda p: p.setattr(widened, "__code__", widened.__code__.replace()),
+    "equal default": lambda p: p.setattr(widened, "__defaults__", (float("2"),)),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_methods_that_no_step_reads_and_equal_ones_may_be_replaced(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, x = Trainer(), torch.ones(3, 4)
+    step = captured(trainer)
+    step(x)
+    UNREAD[name](monkeypatch)
+    step(x)
+
+
+def scaled_by(factor: float) -> Callable[[Tensor], Tensor]:
+    def scale(x: Tensor, factor: float = factor) -> Tensor:
+        return x * factor
+
+    return scale
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("how", ["replaced", "defaults"])
+def test_functions_of_one_name_are_compared_each_for_itself(index: int, how: str) -> None:
+    model = nn.Module()
+    functions = [scaled_by(2.0), scaled_by(3.0)]
+    model.functions = functions  # type: ignore[assignment]
+    step = trace_step(lambda x: functions[0](functions[1](x)), module=model)(torch.ones(2))
+    bound = step.bind(model)
+    if how == "replaced":
+        functions[index] = scaled_by(9.0)
+    else:
+        functions[index].__defaults__ = (9.0,)  # type: ignore[attr-defined]
+    with pytest.raises(StateMismatchError, match="not as it was when it was captured"):
+        bound(torch.ones(2))
+
+
 def test_values_that_the_step_does_not_read_may_change() -> None:
     trainer, x = Trainer(), torch.ones(3, 4)
     step, before = captured(trainer), dict(vars(trainer.model.config["nested"]))

@@ -232,6 +232,66 @@ def test_written_views_whose_user_holds_the_view_itself_are_refused(
     assert _bits(trace_step(step, module=model)(x).bind(model)(x)) == _bits(step(x))
 
 
+def test_an_apply_from_outside_equals_the_one_of_the_step() -> None:
+    factors = {_Sine.apply: 3.0}
+
+    def step(x: Tensor) -> Tensor:
+        is_same = _apply_from_outside == _Sine.apply and _Sine.apply == _Sine.apply
+        return _Sine.apply(x * factors.get(_Sine.apply, 1.0) * (2 if is_same else 5)).detach()  # type: ignore[no-any-return]
+
+    x = torch.ones(3)
+    assert trace_step(step)(x).bind()(x).tolist() == step(x).tolist()
+
+
+def test_a_function_sees_the_attributes_of_a_written_view() -> None:
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Tensor:
+            return x * x.scale  # type: ignore[no-any-return]
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            return gradients[0]
+
+    def scaled(x: Tensor) -> Tensor:
+        view: Any = _by_detach(x)
+        view.scale = 2.0
+        first = Scaled.apply(view)
+        view.scale = 3.0
+        return first + Scaled.apply(view)  # type: ignore[no-any-return]
+
+    model, x = _Model(scaled), torch.randn(3, 4, 5)
+
+    def step(x: Tensor) -> Any:
+        return torch.autograd.grad(model(x)[1], list(model.parameters()))
+
+    assert _bits(trace_step(step, module=model)(x).bind(model)(x)) == _bits(step(x))
+
+
+def test_functions_whose_decorator_an_autograd_function_has_too_may_read_written_views() -> None:
+    class WithoutGradient(torch.autograd.Function):
+        @staticmethod
+        @torch.no_grad()
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            return gradients[0]
+
+    @torch.no_grad()
+    def largest(x: Tensor) -> Tensor:
+        return x.abs().max()
+
+    model, x = _Model(lambda x: (view := _by_detach(x)) / largest(view)), torch.randn(3, 4, 5)
+
+    def step(x: Tensor) -> Any:
+        return torch.autograd.grad(model(x)[1], list(model.parameters()))
+
+    assert _bits(trace_step(step, module=model)(x).bind(model)(x)) == _bits(step(x))
+    assert WithoutGradient.apply(x).shape == x.shape
+
+
 def test_functions_are_as_before_after_captures_in_two_threads() -> None:
     apply = vars(torch.autograd.Function)["apply"]
     has_begun, may_end = threading.Event(), threading.Event()

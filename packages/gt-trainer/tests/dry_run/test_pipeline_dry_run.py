@@ -207,7 +207,7 @@ def test_the_schedule_is_written_as_a_trace_and_as_a_page(
     assert {event["pid"] for event in events} == {0, 1}
     ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
     assert max(ends) == pytest.approx(dense.simulated.run_us)
-    assert (written / "ranks.html").read_text().count("rank 1</text>") == 1
+    assert (written / "ranks.html").read_text().count(">rank 1</span>") == 1
 
 
 def test_gathers_run_beside_computation_as_they_do_in_a_run(dense: DryRunReport) -> None:

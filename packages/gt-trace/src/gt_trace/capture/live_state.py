@@ -10,16 +10,23 @@ from __future__ import annotations
 
 import copy
 import sys
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.fx import Node, Proxy
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from gt_trace._torch_internals import DisableTorchFunction, FakeTensor, get_proxy_mode
+from gt_trace._torch_internals import (
+    DisableTorchFunction,
+    FakeTensor,
+    get_proxy_mode,
+    proxy_call,
+)
 from gt_trace.capture.given_tensors import GivenTensors, refuse_data_assignments
 from gt_trace.capture.input_uses import InputUse
 from gt_trace.capture.module_state import StateSlot
@@ -94,6 +101,9 @@ class LiveState(TorchFunctionMode):
         self._live = {id(tensor): key for key, tensor in self._stand_ins.items()}
         self._views = WrittenViews()
         self._functions = self._views.in_functions()
+        self._failed: list[Node] = []
+        """Nodes whose operator raised an error."""
+
         self._errors: list[Exception] = []
         """Errors of torch functions, of which the step may catch some."""
 
@@ -108,6 +118,7 @@ class LiveState(TorchFunctionMode):
             return self._called(func, args, kwargs)
         except Exception as error:
             self._errors.append(error)
+            self._failed += _failed_nodes(error)
             raise
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
@@ -189,6 +200,7 @@ class LiveState(TorchFunctionMode):
         self._assignments.__exit__(kind, error, trace)
         if kind is None and self._errors:
             self._refuse_caught()
+            _refuse_failed_writes(self._failed)
             _erase_failed_nodes()
 
     def _refuse_caught(self) -> None:
@@ -259,6 +271,35 @@ def _check_classes(tensor: torch.Tensor, num_classes: object = -1) -> None:
         )
 
 
+def _failed_nodes(error: Exception) -> list[Node]:
+    """Return the nodes that the tracer had made when their operator raised the error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    code = proxy_call.__code__  # makes a node, and then runs the node's operator
+    made = [each.f_locals.get("proxy_out") for each in frames if each.f_code is code]
+    return [each.node for each in made if isinstance(each, Proxy)]
+
+
+def _refuse_failed_writes(failed: Iterable[Node]) -> None:
+    """Refuse errors, which the step caught, of operators that may have written before they failed.
+
+    An operator without a result, as those on lists of tensors, writes one operand after the other.
+
+    Raises:
+        CaptureError: names the operators.
+    """
+    targets = {str(node.target) for node in failed if not _returns(node)}
+    if targets:
+        raise CaptureError(
+            f"the step catches an error of {', '.join(sorted(targets))}, which may have written "
+            "some of its operands before; call it with operands that fit"
+        )
+
+
+def _returns(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or bool(schema.returns)
+
+
 def _erase_failed_nodes() -> None:
     """Erase nodes of operators that raised an error, which the step caught.
 
@@ -268,9 +309,8 @@ def _erase_failed_nodes() -> None:
     mode = get_proxy_mode()
     nodes = [] if mode is None else [*mode.tracer.graph.nodes]
     for node in reversed(nodes):
-        schema = getattr(node.target, "_schema", None)
-        returns = schema is None or bool(schema.returns)
-        if node.op == "call_function" and not node.users and "val" not in node.meta and returns:
+        has_failed = "val" not in node.meta and _returns(node)
+        if node.op == "call_function" and not node.users and has_failed:
             node.graph.erase_node(node)
 
 

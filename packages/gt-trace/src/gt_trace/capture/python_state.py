@@ -257,7 +257,7 @@ class PythonState:
             is_code = isinstance(value, _CODE)
             is_dunder = key.startswith("__") and key != "__init__"
             if _way_into(value) is None or (
-                is_dunder and (not is_code or _is_for_readers(key, value))
+                is_dunder and (not is_code or is_for_readers(key, value))
             ):
                 continue
             name = parent.key if key == "__init__" else key  # of the class
@@ -524,7 +524,7 @@ def _way_into(value: Any) -> _Enter | None:
     return _how_entered(kind)
 
 
-def _is_for_readers(name: str, method: Any) -> bool:
+def is_for_readers(name: str, method: Any) -> bool:
     """Return whether no graph depends on a special method: it makes text, or a copy.
 
     A comparison that was generated from fields, as of a dataclass, counts likewise.
@@ -584,9 +584,21 @@ def is_same(old: Any, new: Any, depth: int = 0) -> bool:
         return old.__func__ is new.__func__ and old.__self__ is new.__self__
     if isinstance(old, types.FunctionType):
         cells = zip(old.__closure__ or (), new.__closure__ or (), strict=False)
-        return old.__code__ == new.__code__ and all(
-            is_same(contents_of_cell(one), contents_of_cell(other), depth + 1)
-            for one, other in cells
+        return (
+            old.__code__ == new.__code__
+            and is_same(old.__defaults__, new.__defaults__, depth + 1)
+            and is_same(old.__kwdefaults__, new.__kwdefaults__, depth + 1)
+            and all(
+                is_same(contents_of_cell(one), contents_of_cell(other), depth + 1)
+                for one, other in cells
+            )
+        )
+    if isinstance(old, types.CodeType):
+        return bool(old == new)
+    if isinstance(old, _DESCRIPTORS):
+        return all(
+            is_same(getattr(old, name, None), getattr(new, name, None), depth + 1)
+            for name in _OF_DESCRIPTORS
         )
     enter = _way_into(old)
     if enter is PythonState._buffer:
@@ -603,6 +615,11 @@ def is_same(old: Any, new: Any, depth: int = 0) -> bool:
     return list(one) == list(other) and all(
         is_same(value, other[key], depth + 1) for key, value in one.items()
     )
+
+
+_DESCRIPTORS = (property, staticmethod, classmethod, functools.cached_property)
+_OF_DESCRIPTORS = ("fget", "fset", "fdel", "__func__", "func")
+"""Attributes in which these hold functions."""
 
 
 def _bytes_of(value: Any) -> tuple[object, ...]:

@@ -52,6 +52,7 @@ from gt_trace.capture.python_state import (
     INSTALLED,
     NO_STATE,
     PythonState,
+    is_for_readers,
     is_same,
 )
 
@@ -86,6 +87,9 @@ _READ_BY_DYNAMO = frozenset(
 
 _PAST_LOOKUP = frozenset({"__getattribute__", "getattr_static"})
 """Functions that read attributes past the lookup of the object's class."""
+
+_MAKE = frozenset({"__init__", "__post_init__", "__init_subclass__", "__set_name__"})
+"""Methods that make objects and classes, mostly before a step runs. Trackers replace them."""
 
 _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -367,9 +371,10 @@ class ReadValues:
             return
         if isinstance(value, torch.Tensor) or key in _TABLES:
             return
-        if is_constant:
-            if not isinstance(target, types.FunctionType):  # of another function it is no change
-                self._values[place] = value
+        of_function = isinstance(target, types.FunctionType)
+        if is_constant and not of_function:  # of another function it is no change
+            self._values[place] = value
+        if is_constant or of_function:
             self._of_objects[id(target), id(kind), key] = place, value, target
         if isinstance(target, tuple | frozenset):
             return
@@ -436,7 +441,11 @@ def _always_read(target: object, held: Mapping[str, Any]) -> frozenset[str]:
         apart = {"__code__"} if is_installed else set[str]()
         return frozenset(key for key in slots_of(target) if held[key] is not None) - apart
     if isinstance(target, type):  # special methods
-        return frozenset(key for key in held if key.startswith("__"))
+        return frozenset(
+            key
+            for key, value in held.items()
+            if key.startswith("__") and key not in _MAKE and not is_for_readers(key, value)
+        )
     return frozenset({*_TABLES, *_OPTIMIZER_HOOKS})
 
 
@@ -516,6 +525,8 @@ def _text_of(value: Any) -> str:
         return f"{type(value).__qualname__}.{value.name}"
     if isinstance(value, tuple) and all(isinstance(each, BY_VALUE) for each in value):
         return repr(value)
+    if isinstance(value, types.MethodType):
+        return _text_of(value.__func__)
     if isinstance(value, types.FunctionType):
         return f"{value.__qualname__} (code {code_digest(value.__code__)[:_NUM_DIGITS]})"
     if isinstance(value, types.BuiltinFunctionType | type):

@@ -8,6 +8,7 @@ take an ``as_strided`` of the base. Source: ``VariableHooks::grad_fn`` in torch'
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import weakref
@@ -48,7 +49,9 @@ class WrittenViews:
         self._replaced: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         """The views in whose place other tensors are given to functions, by these."""
 
-        self._renewed: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+        self._renewed: dict[
+            int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor, frozenset[str]]
+        ] = {}
 
     def returned(self, result: Any, args: tuple[Any, ...]) -> Any:
         """Return what a torch function of ``args`` returns, and note the views in it.
@@ -99,7 +102,7 @@ class WrittenViews:
             return args, kwargs
         if not torch.is_grad_enabled():
             if self._is_written((*args, *kwargs.values())) and _runs_function():
-                _refuse("an autograd.Function, by an `apply` from outside of the step,")
+                _refuse("an autograd.Function, by an `apply` from outside or behind its own write,")
             return args, kwargs
         num_written = _writes_to_first(func)
         args = (*args[:num_written], *map(self._renew, args[num_written:]))
@@ -142,7 +145,7 @@ class WrittenViews:
         """
         with _LOCK:
             if not _ACTIVE:
-                torch.autograd.Function.apply = classmethod(_apply)
+                torch.autograd.Function.apply = _Applies()
             views = _ACTIVE.setdefault(threading.get_ident(), [])
             views.append(self)
         try:
@@ -170,7 +173,7 @@ class WrittenViews:
             )
         held = self._renewed.get(id(view))
         if held is not None and held[0]() is view and held[1] == view._version:
-            return held[2]
+            return _with_attributes(held[2], view, held[3])
         if (way := self._ways.get(id(view))) == _REPLAYED:
             return view
         if way == _MIXED:
@@ -183,10 +186,11 @@ class WrittenViews:
             )
         base: Any = view._base
         new: torch.Tensor = base.as_strided(view.size(), view.stride(), view.storage_offset())
-        self._renewed[id(view)] = weakref.ref(view), view._version, new
+        own = frozenset(vars(new))
+        self._renewed[id(view)] = weakref.ref(view), view._version, new, own
         self._replaced[id(new)] = weakref.ref(view), new
         self._note(new, (base,))
-        return new
+        return _with_attributes(new, view, own)
 
 
 class InBackward(TorchFunctionMode):
@@ -207,6 +211,12 @@ class InBackward(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         args, named = self._views.renewed(func, args, dict(kwargs or {}))
         return self._views.returned(func(*args, **named), args)
+
+
+def _with_attributes(new: torch.Tensor, view: torch.Tensor, own: frozenset[str]) -> torch.Tensor:
+    """Give a tensor the attributes of the view in whose place it is, but for those of its own."""
+    vars(new).update({key: value for key, value in vars(view).items() if key not in own})
+    return new
 
 
 def _has_gradient(view: torch.Tensor) -> bool:
@@ -232,7 +242,7 @@ def _has_gradient(view: torch.Tensor) -> bool:
 def _refuse(user: str) -> None:
     raise CaptureError(
         f"{user} is given a view whose memory was written since the view was made:\n"
-        f"{line_of_user()}\nIts gradient would have other strides than in eager execution. Give it "
+        f"{line_of_user()}\nIts gradient may have other strides than in eager execution. Give it "
         "view.clone(), or write before the view is made"
     )
 
@@ -243,7 +253,8 @@ def _runs_function() -> bool:
     while pending:
         kind = pending.pop()
         pending += kind.__subclasses__()
-        codes.add(getattr(kind.forward, "__code__", None))
+        # Functions of one decorator share the code of its wrapper.
+        codes.add(getattr(inspect.unwrap(kind.forward), "__code__", None))
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
@@ -253,15 +264,38 @@ def _runs_function() -> bool:
 _APPLY = vars(torch.autograd.Function)["apply"]
 
 
-def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """Apply an ``autograd.Function`` to its arguments, with views that have the right gradients."""
-    apply = _APPLY.__get__(None, cls)
-    captures = _ACTIVE.get(threading.get_ident())
-    if not captures or torch.compiler.is_dynamo_compiling():
-        return apply(*args, **kwargs)
-    views = captures[-1]
-    args, kwargs = views.renewed(None, args, kwargs)
-    return views.returned(apply(*args, **kwargs), args)
+class _Apply:
+    """The ``apply`` of an ``autograd.Function``, which gives it views with the right gradients.
+
+    It equals the one that PyTorch gives for the class, which a step may have from outside.
+    """
+
+    def __init__(self, cls: Any) -> None:
+        self._apply = _APPLY.__get__(None, cls)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        captures = _ACTIVE.get(threading.get_ident())
+        if not captures or torch.compiler.is_dynamo_compiling():
+            return self._apply(*args, **kwargs)
+        views = captures[-1]
+        args, kwargs = views.renewed(None, args, kwargs)
+        return views.returned(self._apply(*args, **kwargs), args)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._apply == (other._apply if isinstance(other, _Apply) else other))
+
+    def __hash__(self) -> int:
+        return hash(self._apply)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._apply, name)
+
+
+class _Applies:
+    """The attribute ``apply`` of ``autograd.Function`` while a step is captured."""
+
+    def __get__(self, instance: Any, cls: Any) -> _Apply:
+        return _Apply(cls)
 
 
 _REPLAYED = "by the operator that made it"

@@ -108,10 +108,14 @@ class GraphFolder:
             found = self.find(identity, graph)
             if isinstance(found, Loaded):
                 return found
-        with tempfile.TemporaryDirectory() as scratch:
-            path = Path(scratch) / _GRAPH
-            path.write_bytes(data)
-            return self._usable(path, partial(self._load, path, identity, graph))
+        try:
+            with tempfile.TemporaryDirectory() as scratch:
+                path = Path(scratch) / _GRAPH
+                path.write_bytes(data)
+                return self._usable(path, partial(self._load, path, identity, graph))
+        except OSError as error:  # a full disk: other ranks go on
+            logger.warning(f"--compile.artifacts: a graph cannot be stored here: {error}")
+            return None
 
     def write_own_graphs(self, identity: Fingerprint, note: OwnGraphs) -> None:
         """Store that ranks share no graph. Warns as ``write_graph`` does."""
