@@ -177,11 +177,11 @@ CHANGES: dict[str, tuple[Callable[[Trainer, pytest.MonkeyPatch], Any], str]] = {
     "method": (lambda t, p: p.setattr(Model, "widen", lambda _, x: x), "Model.widen is <function"),
     "default": (
         lambda t, p: p.setattr(widened, "__defaults__", (3.0,)),
-        "widened.__defaults__[0] is 3.0",
+        "widened.__defaults__ is (3.0,), and was (2.0,)",
     ),
     "keyword default": (
         lambda t, p: p.setattr(widened, "__kwdefaults__", {"added": 3.0}),
-        "widened.__kwdefaults__['added'] is 3.0",
+        "widened.__kwdefaults__ is {'added': 3.0}, and was {'added': 0.0}",
     ),
     "code, as by the autoreload of a notebook": (
         lambda t, p: p.setattr(widened, "__code__", narrowed.__code__),

@@ -386,7 +386,10 @@ class PythonState:
         for name, cell in cells.items():
             if self._is_new(cell):
                 self._push(self._hold(CELL, cell, f"{name} (of {value.__qualname__})", None))
-        self._push(self._hold(OBJECT, value, value.__qualname__, None))
+        holder = self._hold(OBJECT, value, value.__qualname__, None)
+        self._push(holder, value.__dict__)
+        for each in (value.__defaults__, value.__kwdefaults__):
+            self._pending.append((each, f"a default of {value.__qualname__}", None))
         found = names_in(value.__code__)
         names = found.all
         self._mention(found)

@@ -274,8 +274,15 @@ class ReadValues:
         return _at_most([*dict.fromkeys(lines)])
 
     def texts(self) -> dict[str, str]:
-        """Return numbers, texts and names of functions as texts, by their places."""
-        return {place: text for place, value in self._values.items() if (text := _text_of(value))}
+        """Return numbers, texts and names of functions as texts, by their places.
+
+        Special methods of classes are left out: a walk from a module does not reach all classes.
+        """
+        return {
+            place: text
+            for place, value in self._values.items()
+            if not place.rpartition(".")[2].startswith("__") and (text := _text_of(value))
+        }
 
     def stored(self) -> StoredValues | None:
         """Return what of this a file holds; None without a module."""
