@@ -279,13 +279,13 @@ def test_methods_that_no_step_reads_and_equal_ones_may_be_replaced(
 
 def scaled_by(factor: float) -> Callable[[Tensor], Tensor]:
     def scale(x: Tensor, factor: float = factor) -> Tensor:
-        return x * factor
+        return x * factor * getattr(scale, "times", 1.0)
 
     return scale
 
 
 @pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("how", ["replaced", "defaults"])
+@pytest.mark.parametrize("how", ["replaced", "defaults", "attribute"])
 def test_functions_of_one_name_are_compared_each_for_itself(index: int, how: str) -> None:
     model = nn.Module()
     functions = [scaled_by(2.0), scaled_by(3.0)]
@@ -294,6 +294,9 @@ def test_functions_of_one_name_are_compared_each_for_itself(index: int, how: str
     bound = step.bind(model)
     if how == "replaced":
         functions[index] = scaled_by(9.0)
+    elif how == "attribute":
+        functions[index] = scaled_by(2.0 + index)
+        functions[index].times = 9.0  # type: ignore[attr-defined]
     else:
         functions[index].__defaults__ = (9.0,)  # type: ignore[attr-defined]
     with pytest.raises(StateMismatchError, match="not as it was when it was captured"):

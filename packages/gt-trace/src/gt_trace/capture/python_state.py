@@ -591,6 +591,7 @@ def is_same(old: Any, new: Any, depth: int = 0) -> bool:
             old.__code__ == new.__code__
             and is_same(old.__defaults__, new.__defaults__, depth + 1)
             and is_same(old.__kwdefaults__, new.__kwdefaults__, depth + 1)
+            and is_same(old.__dict__, new.__dict__, depth + 1)
             and all(
                 is_same(contents_of_cell(one), contents_of_cell(other), depth + 1)
                 for one, other in cells

@@ -196,6 +196,9 @@ class ReadValues:
         self._of_objects: dict[tuple[int, int, Any], tuple[str, Any, Any]] = {}
         """Places, values and objects by the ids of these: two closures may have one place."""
 
+        self._special: set[str] = set()
+        """Places of special methods of classes."""
+
         self._tables: list[Any] = []
         self._keys: list[Any] = []
         self._in_tables: list[Any] = []
@@ -281,7 +284,7 @@ class ReadValues:
         return {
             place: text
             for place, value in self._values.items()
-            if not place.rpartition(".")[2].startswith("__") and (text := _text_of(value))
+            if place not in self._special and (text := _text_of(value))
         }
 
     def stored(self) -> StoredValues | None:
@@ -378,11 +381,13 @@ class ReadValues:
             return
         if isinstance(value, torch.Tensor) or key in _TABLES:
             return
-        of_function = isinstance(target, types.FunctionType)
-        if is_constant and not of_function:  # of another function it is no change
+        is_part = key in _parts_of(target)
+        if is_constant and not is_part:  # the parts of a replaced function are no change
             self._values[place] = value
-        if is_constant or of_function:
+        if is_constant or is_part:
             self._of_objects[id(target), id(kind), key] = place, value, target
+        if kind is CLASS and key.startswith("__"):
+            self._special.add(place)
         if isinstance(target, tuple | frozenset):
             return
         if kind in (LIST, MAPPING, DEQUE, GLOBALS, ENVIRONMENT):
@@ -410,9 +415,8 @@ def _read_of(holder: Holder, names: _Names, optimizer: object) -> Iterator[tuple
             read = names.of_classes.get(holder.path, frozenset()) | always
             found = read.union(names.mentioned)
         else:
-            is_function = isinstance(holder.target, types.FunctionType)
-            apart = frozenset(slots_of(holder.target) if is_function else ())
-            apart = _ELSEWHERE if isinstance(holder.target, nn.Module) else apart
+            is_module = isinstance(holder.target, nn.Module)
+            apart = _ELSEWHERE if is_module else _parts_of(holder.target)
             read = always | (held.keys() - apart if ALL in noted else noted)
             found = read
         for key in [each for each in held if each in found]:
@@ -441,12 +445,17 @@ def _read_of(holder: Holder, names: _Names, optimizer: object) -> Iterator[tuple
         yield from held.items()
 
 
+def _parts_of(target: object) -> frozenset[str]:
+    """Return the names of what a function consists of; none for other objects."""
+    return frozenset(slots_of(target) if isinstance(target, types.FunctionType) else ())
+
+
 def _always_read(target: object, held: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of what no code mentions that reads it."""
     if isinstance(target, types.FunctionType):
         is_installed = target.__code__.co_filename.startswith(INSTALLED)  # nobody edits these
         apart = {"__code__"} if is_installed else set[str]()
-        return frozenset(key for key in slots_of(target) if held[key] is not None) - apart
+        return frozenset(key for key in _parts_of(target) if held[key] is not None) - apart
     if isinstance(target, type):  # special methods
         return frozenset(
             key

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import takewhile
 from types import FrameType
 from typing import Any
@@ -40,6 +41,25 @@ _LOCK = threading.Lock()
 """Held while ``autograd.Function.apply`` is replaced or put back."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Renewed:
+    """A tensor that functions get in the place of a view."""
+
+    view: weakref.ref[torch.Tensor]
+    version: int
+    """How often the memory of the view had been written."""
+
+    tensor: torch.Tensor
+    own: frozenset[str]
+    """The attributes that every traced tensor has."""
+
+    def with_attributes(self) -> torch.Tensor:
+        """Return the tensor, with the attributes that the step has set on the view."""
+        held = vars(self.view())
+        vars(self.tensor).update({key: held[key] for key in held.keys() - self.own})
+        return self.tensor
+
+
 class WrittenViews:
     """Records views that torch functions return, and how often their memory had been written."""
 
@@ -49,9 +69,7 @@ class WrittenViews:
         self._replaced: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         """The views in whose place other tensors are given to functions, by these."""
 
-        self._renewed: dict[
-            int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor, frozenset[str]]
-        ] = {}
+        self._renewed: dict[int, _Renewed] = {}
 
     def returned(self, result: Any, args: tuple[Any, ...]) -> Any:
         """Return what a torch function of ``args`` returns, and note the views in it.
@@ -172,8 +190,8 @@ class WrittenViews:
                 f"afterwards:\n{line_of_user()}\nCall retain_grad() after the write"
             )
         held = self._renewed.get(id(view))
-        if held is not None and held[0]() is view and held[1] == view._version:
-            return _with_attributes(held[2], view, held[3])
+        if held is not None and held.view() is view and held.version == view._version:
+            return held.with_attributes()
         if (way := self._ways.get(id(view))) == _REPLAYED:
             return view
         if way == _MIXED:
@@ -186,11 +204,13 @@ class WrittenViews:
             )
         base: Any = view._base
         new: torch.Tensor = base.as_strided(view.size(), view.stride(), view.storage_offset())
-        own = frozenset(vars(new))
-        self._renewed[id(view)] = weakref.ref(view), view._version, new, own
+        renewed = _Renewed(
+            view=weakref.ref(view), version=view._version, tensor=new, own=frozenset(vars(new))
+        )
+        self._renewed[id(view)] = renewed
         self._replaced[id(new)] = weakref.ref(view), new
         self._note(new, (base,))
-        return _with_attributes(new, view, own)
+        return renewed.with_attributes()
 
 
 class InBackward(TorchFunctionMode):
@@ -211,12 +231,6 @@ class InBackward(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         args, named = self._views.renewed(func, args, dict(kwargs or {}))
         return self._views.returned(func(*args, **named), args)
-
-
-def _with_attributes(new: torch.Tensor, view: torch.Tensor, own: frozenset[str]) -> torch.Tensor:
-    """Give a tensor the attributes of the view in whose place it is, but for those of its own."""
-    vars(new).update({key: value for key, value in vars(view).items() if key not in own})
-    return new
 
 
 def _has_gradient(view: torch.Tensor) -> bool:
