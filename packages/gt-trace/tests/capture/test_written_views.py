@@ -232,6 +232,24 @@ def test_written_views_whose_user_holds_the_view_itself_are_refused(
     assert _bits(trace_step(step, module=model)(x).bind(model)(x)) == _bits(step(x))
 
 
+def test_an_apply_that_a_library_has_replaced_is_called_and_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = vars(torch.autograd.Function)["apply"]
+    calls = []
+
+    class Counted:
+        def __get__(self, instance: Any, cls: Any) -> Any:
+            calls.append(cls)
+            return own.__get__(instance, cls)
+
+    counted = Counted()
+    monkeypatch.setattr(torch.autograd.Function, "apply", counted)
+    trace_step(lambda x: _Sine.apply(x).detach())(torch.ones(3))
+    assert vars(torch.autograd.Function)["apply"] is counted
+    assert _Sine in calls
+
+
 def test_an_apply_from_outside_equals_the_one_of_the_step() -> None:
     factors = {_Sine.apply: 3.0}
 

@@ -375,13 +375,13 @@ class ReadValues:
         target, kind = holder.target, holder.kind
         place, is_constant = holder.place(key), isinstance(value, _CONSTANTS)
         is_attribute = kind in (OBJECT, CLASS, GLOBALS) and key not in _TABLES
-        if isinstance(value, nn.Module) or (is_attribute and not is_constant):
+        is_part = key in _parts_of(target)
+        if isinstance(value, nn.Module) or (is_attribute and not (is_constant or is_part)):
             self._values[f"the class of {place}"] = type(value).__qualname__
         if kind in (SET, BUFFER, VARIABLE):  # compared as a whole
             return
         if isinstance(value, torch.Tensor) or key in _TABLES:
             return
-        is_part = key in _parts_of(target)
         if is_constant and not is_part:  # the parts of a replaced function are no change
             self._values[place] = value
         if is_constant or is_part:

@@ -163,7 +163,7 @@ class WrittenViews:
         """
         with _LOCK:
             if not _ACTIVE:
-                torch.autograd.Function.apply = _Applies()
+                torch.autograd.Function.apply = _Applies(vars(torch.autograd.Function)["apply"])
             views = _ACTIVE.setdefault(threading.get_ident(), [])
             views.append(self)
         try:
@@ -173,8 +173,9 @@ class WrittenViews:
                 views.remove(self)
                 if not views:
                     del _ACTIVE[threading.get_ident()]
-                if not _ACTIVE:
-                    torch.autograd.Function.apply = _APPLY
+                now = vars(torch.autograd.Function)["apply"]
+                if not _ACTIVE and isinstance(now, _Applies):
+                    torch.autograd.Function.apply = now.found
 
     def _version_of(self, view: torch.Tensor) -> int | None:
         """Return how often the memory had been written when a view was made; None if unknown."""
@@ -275,17 +276,14 @@ def _runs_function() -> bool:
     return frame is not None
 
 
-_APPLY = vars(torch.autograd.Function)["apply"]
-
-
 class _Apply:
     """The ``apply`` of an ``autograd.Function``, which gives it views with the right gradients.
 
     It equals the one that PyTorch gives for the class, which a step may have from outside.
     """
 
-    def __init__(self, cls: Any) -> None:
-        self._apply = _APPLY.__get__(None, cls)
+    def __init__(self, apply: Any) -> None:
+        self._apply = apply
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         captures = _ACTIVE.get(threading.get_ident())
@@ -306,10 +304,17 @@ class _Apply:
 
 
 class _Applies:
-    """The attribute ``apply`` of ``autograd.Function`` while a step is captured."""
+    """The attribute ``apply`` of ``autograd.Function`` while a step is captured.
+
+    Args:
+        found: the attribute as it was, which a library may have replaced.
+    """
+
+    def __init__(self, found: Any) -> None:
+        self.found = found
 
     def __get__(self, instance: Any, cls: Any) -> _Apply:
-        return _Apply(cls)
+        return _Apply(self.found.__get__(instance, cls))
 
 
 _REPLAYED = "by the operator that made it"
