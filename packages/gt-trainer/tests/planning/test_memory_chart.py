@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from planning.outcomes import over_step
 
@@ -30,3 +31,13 @@ def test_kinds_that_nothing_is_held_for_are_not_in_the_key():
         "optimizer state",
         "activations",
     ]
+
+
+def test_kinds_without_a_colour_are_drawn_too():
+    rising = over_step(40, ms=1000.0)
+    moments = tuple(
+        replace(each, held={**each.held, "other buffers": 4 * GIB}) for each in rising.moments
+    )
+    chart = memory_chart(replace(rising, moments=moments), capacity_bytes=80 * GIB)
+    assert "other buffers: up to 4.00 GiB" in chart
+    assert '<i class="other_buffers"></i>other buffers<' in chart

@@ -79,7 +79,7 @@ _HELD = {
     "temporaries": "#e08a2b",
     "running action": "#e08a2b",
 }
-"""Colours of memory, from the bottom to the top."""
+"""Colours of memory, from the bottom to the top. Kinds that are missing here are drawn in black."""
 
 _VARYING = {**{kind: f"var(--{kind})" for kind in _FRONT}, "growing": "var(--fits)"}
 _COLOURS = {**_VARYING, "fixed": "var(--best)", **_SPENT, **_DONE, **_HELD}
@@ -275,7 +275,8 @@ def memory_chart(over_step: MemoryOverStep, *, capacity_bytes: int) -> str:
     x = linear_axis("ms", over_step.end_us / 1000)
     most = max(each.num_bytes for each in over_step.moments)
     y = memory_axis("GiB", most, capacity_bytes=capacity_bytes)
-    kinds = [kind for kind in _HELD if any(each.held.get(kind) for each in over_step.moments)]
+    held = dict.fromkeys((*_HELD, *(kind for each in over_step.moments for kind in each.held)))
+    kinds = [kind for kind in held if any(each.held.get(kind) for each in over_step.moments)]
     drawn = "".join(_areas(over_step, kinds, x, y))
     if y.has(capacity_bytes / GIB):
         drawn += marker(y=y.place(capacity_bytes / GIB), style="limit")
